@@ -1,0 +1,87 @@
+# Every target works from a bare clone: it makes the environment it needs and says what the machine lacks.
+
+PYTHON ?= python3
+VENV ?= .venv
+
+# A build of another kind (setup.py has the switches) replaces the one in the environment, and is replaced in turn.
+KIND := plain$(if $(filter 1,$(FLODL_FAST_DEBUG)),-debug)$(if $(filter 1,$(FLODL_FAST_COVERAGE)),-coverage)$(addprefix -,$(FLODL_FAST_SANITIZE))
+
+BIN := $(VENV)/bin
+# Named after PYTHON, so that another one is held against the environment before it is used.
+MADE := $(VENV)/.made-$(subst /,-,$(PYTHON))
+BUILT := $(VENV)/.built-$(KIND)
+SOURCES := setup.py pyproject.toml $(wildcard flodl_fast/*.pyx flodl_fast/*.pxd flodl_fast/_native/*)
+ARM_CC := aarch64-linux-gnu-gcc
+ARM_RUN := qemu-aarch64
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo build test test-kernels test-pythons test-arm test-sanitize coverage bench lint dist clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  \1: /p' $(MAKEFILE_LIST)
+	@echo 'PYTHON=python3.12 builds with another Python, VENV=dir in another environment than .venv.'
+
+demo: $(VENV)/.with-demo ## train three ranks on real data through the codec
+	$(BIN)/python -m flodl_fast demo
+
+build: $(BUILT) ## compile and install into the environment, editable
+
+test: $(VENV)/.with-test ## the whole suite, then again with the portable kernels
+	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory test-kernels
+
+test-kernels: $(VENV)/.with-test ## the suite with the portable kernels
+	FLODL_FAST_SHA256=portable FLODL_FAST_FOLD=portable $(BIN)/python -m pytest
+
+test-pythons: $(VENV)/.with-dev ## one wheel for each CPython 3.10 to 3.13 found here, tried with NumPy 1.26 and the newest
+	$(BIN)/python scripts/test_pythons.py
+
+test-arm: ## the checks of the C kernels on an emulated 64-bit Arm
+	@command -v $(ARM_CC) >/dev/null && command -v $(ARM_RUN) >/dev/null || \
+	    { echo 'Needs $(ARM_CC) and $(ARM_RUN). Debian, Ubuntu: apt-get install' \
+	           'gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user' >&2; exit 1; }
+	mkdir -p build
+	$(ARM_CC) -O3 -ffp-contract=off -static -Iflodl_fast/_native -o build/check_kernels.arm \
+	    tests/native/check_kernels.c $(wildcard flodl_fast/_native/*.c)
+	$(ARM_RUN) build/check_kernels.arm
+
+test-sanitize: export FLODL_FAST_SANITIZE = address,undefined
+test-sanitize: ## the suite under the address and undefined-behaviour sanitizers
+	$(MAKE) $(VENV)/.with-test
+	LD_PRELOAD="$(foreach lib,libasan libubsan libstdc++,$$($(CC) -print-file-name=$(lib).so))" \
+	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(BIN)/python -m pytest --ignore=tests/interop
+
+coverage: export FLODL_FAST_COVERAGE = 1
+coverage: ## line coverage of the Python and Cython sources
+	$(MAKE) $(VENV)/.with-dev
+	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+
+bench: $(VENV)/.with-bench ## speeds beside the crate's and those of other libraries
+	$(BIN)/python -m pytest benchmarks
+
+lint: $(VENV)/.with-dev ## ruff, mypy, and the stubs against the compiled modules
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest flodl_fast._codec flodl_fast._round
+
+dist: $(VENV)/.with-dev ## an sdist, and a wheel built from it, in dist/
+	$(BIN)/python -m build
+
+clean: ## remove all that the other targets make
+	rm -rf build dist *.egg-info $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage htmlcov
+	rm -f flodl_fast/*.so flodl_fast/*.c
+
+$(MADE):
+	sh scripts/venv.sh $(PYTHON) $(VENV)
+	touch $@
+
+$(BUILT): $(MADE) $(SOURCES)
+	rm -f $(VENV)/.built-*
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+# The package is installed already, so that pip adds only what the extra of that name asks for.
+$(VENV)/.with-%: $(BUILT)
+	$(BIN)/python -m pip install --quiet 'flodl_fast[$*]'
+	touch $@

@@ -1,0 +1,71 @@
+from cpython.object cimport PyObject
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+
+from flodl_fast._wire cimport Node, Writer, ff_mac_key, ff_mac_stream
+
+
+# The variants of one payload kind. A kind without variants (Metrics) has one node and no index on the wire.
+cdef struct Family:
+    Node* variants
+    uint32_t n
+    bint tagged
+
+
+# Where the instances of a message class go.
+cdef struct Entry:
+    void* cls
+    const Node* node
+    uint32_t family         # the frame kind, 0 for Relay
+    uint32_t variant
+
+
+cdef class Table:
+    cdef readonly object revision
+    cdef Node* nodes
+    cdef Py_ssize_t used, room
+    cdef Family families[8]
+    cdef Entry entries[256]
+    cdef list alive                     # owns every object that the nodes point to
+    cdef dict columns                   # timing variant -> (its record dtype, whether all its fields are numbers)
+    cdef list keys                      # recently read map keys, by their bytes
+
+    cdef Node* take(self, Py_ssize_t n) noexcept
+    cdef PyObject* keep(self, value)
+    cdef int compile(self, Node* t, shape) except -1
+    cdef int register(self, cls, uint32_t family, uint32_t variant) except -1
+    cdef int plan_columns(self) except -1
+    cdef const Entry* look_up(self, void* cls) noexcept
+    cdef const Entry* find(self, object message) except NULL
+    cdef object key(self, const uint8_t* text, Py_ssize_t n)
+
+
+cdef class Input:
+    cdef Py_buffer view
+    cdef const uint8_t* data
+    cdef Py_ssize_t n
+
+
+cdef class Output(Input):
+    cdef uint8_t* room(self, Py_ssize_t offset, Py_ssize_t n) except NULL
+
+
+cdef bint is_strict(trailing) except -1
+
+
+cdef class FrameCodec:
+    cdef Table table
+    cdef ff_mac_key secret
+    cdef uint32_t control_version, mux_version
+    cdef readonly object revision
+    cdef readonly Py_ssize_t max_payload, max_tensors, frame_ceiling
+
+    cdef void tag(self, const uint8_t* data, Py_ssize_t n, uint8_t* out) noexcept
+    cdef bint holds(self, const uint8_t* data, Py_ssize_t n, const uint8_t* tag) noexcept
+    cdef void mac_begin(self, ff_mac_stream* stream) noexcept nogil
+    cdef void mac_update(self, ff_mac_stream* stream, const uint8_t* data, Py_ssize_t n) noexcept nogil
+    cdef void mac_end(self, ff_mac_stream* stream, uint8_t* out) noexcept nogil
+    cdef int write_frame(self, Writer* w, object message) except -1
+    cdef Py_ssize_t measure(self, const uint8_t* p, Py_ssize_t n) except -1
+    cdef object open(self, const uint8_t* p, Py_ssize_t n, bint strict)
+    cdef void sign_pair(self, uint8_t* a, uint8_t* b) noexcept
+    cdef Py_ssize_t measure_mux(self, const uint8_t* p, Py_ssize_t n) except -1

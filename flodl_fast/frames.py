@@ -1,0 +1,264 @@
+"""Codec: a salt and a revision, and with them every frame of the wire (docs/wire.md §3, §6, §7)."""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from dataclasses import dataclass
+
+from . import _round
+from ._codec import FrameCodec
+from .errors import (
+    AuthenticationError,
+    BadMagicError,
+    EncodeError,
+    HandshakeError,
+    TrailingDataError,
+    TruncatedError,
+    VersionMismatchError,
+)
+from .messages import RelayMsg
+from .protocol import (
+    MAC_SIZE,
+    MAGIC_CONTROL_ACK,
+    MAGIC_CONTROL_HELLO,
+    MAGIC_DATA_ACK,
+    MAGIC_DATA_HELLO,
+    VERSIONS,
+    MuxKind,
+)
+from .rounds import RoundFrame
+
+__all__ = ["Codec", "MuxRecord"]
+
+
+@dataclass(slots=True)
+class MuxRecord:
+    """One record between relay and controller.
+
+    Attributes:
+        kind: DATA carries a rank's control frame, CONTROL a RelayMsg, HOST_FRAME and BROADCAST a round frame.
+        rank: whose frame DATA carries; 0 on the others.
+        payload: bytes, or for CONTROL a RelayMsg.
+    """
+
+    kind: MuxKind
+    rank: int = 0
+    payload: bytes | RelayMsg = b""
+
+
+class Codec(FrameCodec):
+    """Encodes and decodes every frame of one cluster; safe to share between threads.
+
+    Args:
+        salt: the session salt, 16 bytes or 32 hex digits with spaces around them ignored.
+        revision: the flodl release whose wire to speak: a Revision or its name.
+        max_payload: the largest control payload taken or sent, in bytes.
+        max_tensors: the most tensors in a round frame.
+        frame_ceiling: the most tensor bytes in a round frame, and the most bytes in a mux payload or length prefix.
+
+    Raises:
+        ValueError: a salt or limit that cannot be, or a revision that is not supported.
+        TypeError: a salt that is neither bytes nor text.
+    """
+
+    __slots__ = ()
+
+    # -- round frames
+
+    def encode_round(self, frame: RoundFrame, *, elide: bool = False) -> bytes:
+        """The whole round frame, as bytes.
+
+        Args:
+            frame: its tensors may have any strides and byte order; what is sent is their C-order values.
+            elide: send tensors of zeros without their data; no supported revision can.
+
+        Raises:
+            EncodeError: weight, kind or sizes out of range, or ``elide``.
+            TypeError: a tensor that is not float32.
+        """
+        return self._encode_round(frame, elide, None, 0)
+
+    def encode_round_into(self, frame: RoundFrame, buffer, offset: int = 0, *, elide: bool = False) -> int:
+        """Write the round frame into a writable buffer at the offset; nothing is written unless all of it fits.
+
+        Returns:
+            The number of bytes written.
+
+        Raises:
+            EncodeError: as ``encode_round``, or the buffer has too little room.
+            TypeError: as ``encode_round``, or the buffer is read-only.
+        """
+        return self._encode_round(frame, elide, buffer, offset)
+
+    def _encode_round(self, frame, elide, buffer, offset):
+        if elide:
+            raise EncodeError(f"revision {self.revision.value} cannot elide zero tensors")
+        return _round.encode_round(self, frame.tensors, frame.kind, frame.weight, buffer, offset)
+
+    def decode_round(
+        self, buffer, *, copy: bool = True, out=None, elided: str = "zeros", finite: bool = False, trailing: str = "ignore"
+    ) -> RoundFrame:
+        """The round frame at the start of a buffer.
+
+        Args:
+            buffer: any contiguous buffer.
+            copy: True gives new, aligned, writable float32 arrays. False gives read-only views that keep the buffer
+                alive and, a bytearray, from being resized; wire data is rarely aligned, ``flags.aligned`` tells.
+            out: writable float32 arrays of the frame's shapes to decode into, which become the frame's tensors; on any
+                error they are as they were.
+            elided: what becomes of elided tensors, where a revision has them: "zeros".
+            finite: refuse a NaN or an infinity.
+            trailing: as ``decode``; what may be left is after the frame.
+
+        Raises:
+            DecodeError: TruncatedError, BadMagicError, LimitError, UnknownKindError, TensorError (for the weight),
+                AuthenticationError, TrailingDataError, TensorError (for the tensors), in this order of checks.
+            TypeError, ValueError: arrays in ``out`` that cannot be written, or keywords that contradict each other.
+        """
+        if elided != "zeros":
+            raise ValueError(f'elided must be "zeros" at revision {self.revision.value}, got {elided!r}')
+        if out is not None and not copy:
+            raise ValueError("copy=False and out= contradict each other")
+        frame = RoundFrame(())
+        frame.tensors, frame.kind, frame.weight = _round.decode_round(self, buffer, copy, out, finite, trailing)
+        return frame
+
+    # -- mux records
+
+    def encode_mux(self, record: MuxRecord) -> bytes:
+        """The whole mux record, as bytes.
+
+        Raises:
+            EncodeError: a rank that is out of range, or set on a record that is not DATA; a payload above
+                ``frame_ceiling``.
+            TypeError: a payload that does not belong to the kind.
+        """
+        kind = MuxKind(record.kind)
+        if not 0 <= record.rank <= (0xFFFFFFFF if kind is MuxKind.DATA else 0):
+            raise EncodeError(f"MuxRecord.rank: {record.rank} is out of range for a {kind.name} record")
+        payload = record.payload
+        if kind is MuxKind.CONTROL:
+            if not isinstance(payload, RelayMsg.__args__):
+                raise TypeError(f"a CONTROL record carries a RelayMsg, got {type(payload).__name__}")
+            payload = self.encode_payload(payload)
+        return self.seal_record(kind, record.rank, payload)
+
+    def decode_mux(self, buffer, *, trailing: str = "ignore") -> MuxRecord:
+        """The mux record at the start of a buffer; a rank is given as it came.
+
+        Raises:
+            DecodeError: TruncatedError, BadMagicError, VersionMismatchError, LimitError, AuthenticationError,
+                UnknownKindError, TrailingDataError, PayloadError, in this order of checks.
+        """
+        kind, rank, payload = self.open_record(buffer, trailing=trailing)
+        if kind is MuxKind.CONTROL:
+            payload = self.decode_payload("Relay", payload, trailing=trailing)
+        return MuxRecord(kind, rank, payload)
+
+    # -- handshakes
+
+    def control_hello(self, rank: int, world: int, model_sig: bytes | None = None) -> bytes:
+        """A rank's first bytes on a control channel.
+
+        Raises:
+            EncodeError: a number that does not fit in 32 bits, or a ``model_sig``, which this revision does not send.
+        """
+        if model_sig is not None:
+            raise EncodeError(f"a control hello of revision {self.revision.value} has no model_sig")
+        return self._signed(_pack(MAGIC_CONTROL_HELLO, VERSIONS[self.revision].control, rank, world))
+
+    def control_ack(self) -> bytes:
+        """The answer to a control hello."""
+        return self._signed(_pack(MAGIC_CONTROL_ACK, VERSIONS[self.revision].control))
+
+    def data_hello(self, rank: int, world: int) -> bytes:
+        """A rank's first bytes on a data channel; the wire does not authenticate them."""
+        return _pack(MAGIC_DATA_HELLO, VERSIONS[self.revision].data, rank, world)
+
+    def data_ack(self) -> bytes:
+        """The answer to a data hello."""
+        return _pack(MAGIC_DATA_ACK, VERSIONS[self.revision].data)
+
+    def check_control_hello(self, data, world: int) -> tuple[int, bytes | None]:
+        """The (rank, model_sig) of a control hello; model_sig is None at revisions that have none.
+
+        Raises:
+            DecodeError: TruncatedError, TrailingDataError, BadMagicError, VersionMismatchError, AuthenticationError.
+            HandshakeError: the rank belongs to a world of another size.
+        """
+        body = self._unsigned("control hello", data, 16)
+        rank, of = _check("control hello", body, MAGIC_CONTROL_HELLO, VERSIONS[self.revision].control, "<2I")
+        _check_world(rank, of, world)
+        self._check_mac("control hello", data)
+        return rank, None
+
+    def check_data_hello(self, data, world: int) -> int:
+        """The rank of a data hello.
+
+        Raises:
+            DecodeError: TruncatedError, TrailingDataError, BadMagicError, VersionMismatchError.
+            HandshakeError: the rank belongs to a world of another size.
+        """
+        rank, of = _check("data hello", data, MAGIC_DATA_HELLO, VERSIONS[self.revision].data, "<2I")
+        _check_world(rank, of, world)
+        return rank
+
+    def check_control_ack(self, data) -> None:
+        """Raise unless these bytes answer a control hello.
+
+        Raises:
+            DecodeError: TruncatedError, TrailingDataError, BadMagicError, VersionMismatchError, AuthenticationError.
+        """
+        body = self._unsigned("control ack", data, 8)
+        _check("control ack", body, MAGIC_CONTROL_ACK, VERSIONS[self.revision].control, "")
+        self._check_mac("control ack", data)
+
+    def check_data_ack(self, data) -> None:
+        """Raise unless these bytes answer a data hello.
+
+        Raises:
+            DecodeError: TruncatedError, TrailingDataError, BadMagicError, VersionMismatchError.
+        """
+        _check("data ack", data, MAGIC_DATA_ACK, VERSIONS[self.revision].data, "")
+
+    def _signed(self, body: bytes) -> bytes:
+        return body + self.mac(body)
+
+    def _unsigned(self, what: str, data, size: int) -> bytes:
+        _check_size(what, data, size + MAC_SIZE)
+        return bytes(data[:size])
+
+    def _check_mac(self, what: str, data) -> None:
+        if not hmac.compare_digest(self.mac(bytes(data[:-MAC_SIZE])), bytes(data[-MAC_SIZE:])):
+            raise AuthenticationError(f"the MAC of a {what} does not hold: another salt, or changed bytes")
+
+
+def _pack(magic: int, *fields: int) -> bytes:
+    try:
+        return struct.pack(f"<{1 + len(fields)}I", magic, *fields)
+    except struct.error as error:
+        raise EncodeError(f"rank and world must be integers from 0 to {0xFFFFFFFF}, got {fields[1:]}") from error
+
+
+def _check_size(what: str, data, size: int) -> None:
+    if len(data) < size:
+        raise TruncatedError(f"a {what} has {size} bytes, got {len(data)}")
+    if len(data) > size:
+        raise TrailingDataError(f"{len(data) - size} extra bytes after a {what} of {size}")
+
+
+def _check(what: str, body, magic: int, version: int, rest: str) -> tuple[int, ...]:
+    """The fields after magic and version, both checked."""
+    _check_size(what, body, 8 + struct.calcsize(rest))
+    found_magic, found_version = struct.unpack_from("<2I", body)
+    if found_magic != magic:
+        raise BadMagicError(f"expected the magic of a {what}, {magic:#x}, got {found_magic:#x}")
+    if found_version != version:
+        raise VersionMismatchError(f"{what} version {found_version}, this revision has {version}")
+    return struct.unpack_from(rest, body, 8) if rest else ()
+
+
+def _check_world(rank: int, found: int, world: int) -> None:
+    if found != world:
+        raise HandshakeError(f"rank {rank} belongs to a world of {found} ranks, this one has {world}")

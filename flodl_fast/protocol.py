@@ -1,0 +1,132 @@
+"""The numbers of the wire: magics, versions, kinds, limits (docs/wire.md §1, §3, §6, §7, §9)."""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+__all__ = ["MsgKind", "MuxKind", "Revision", "RoundKind"]
+
+# Magics, u32 little-endian on the wire (§1).
+MAGIC_DATA_HELLO = 0xF10D17C0
+MAGIC_DATA_ACK = 0xF10D17C1
+MAGIC_CONTROL_HELLO = 0xF10D17C2
+MAGIC_CONTROL_ACK = 0xF10D17C3
+MAGIC_CONTROL_FRAME = 0xF10D17C4
+MAGIC_MUX = 0xF10D17D0
+MAGIC_ROUND = 0xF10D17F1
+
+# Frame layout (§3, §6, §7).
+MAC_SIZE = 8
+CONTROL_HEADER = 24  # magic, version, MAC, kind, payload length
+MUX_HEADER = 25  # magic, version, kind, rank, payload length, MAC
+ROUND_HEADER = 17  # magic, tensor count, kind, weight
+LENGTH_PREFIX = 4
+
+# Limits: local, not negotiated, each a keyword of Codec (§3, §6, §7).
+MAX_PAYLOAD = 16 << 20
+MAX_TENSORS = 65536
+FRAME_CEILING = 1 << 30
+MIN_FRAME_CEILING = 64 << 20
+MAX_NDIM = 255
+
+SALT_SIZE = 16
+RESERVED_RANK = 2**64 - 1
+
+DTYPE_F32 = 0
+DTYPE_BF16 = 1
+
+
+class Revision(Enum):
+    """A revision of the crate's wire, named after the flodl release that speaks it; they order by age."""
+
+    V0_6 = "0.6"
+    V0_7 = "0.7"
+    V0_8 = "0.8"
+
+    def __lt__(self, other: Revision) -> bool:
+        members = list(Revision)
+        return members.index(self) < members.index(other)
+
+
+class Versions(NamedTuple):
+    """The version numbers that a revision announces (§9)."""
+
+    control: int
+    data: int
+    mux: int
+
+
+# The revisions that this release speaks.
+VERSIONS = {Revision.V0_6: Versions(control=2, data=2, mux=1)}
+
+
+def supported_revision(revision: Revision | str) -> Revision:
+    """The Revision of that name, if this release speaks it.
+
+    Raises:
+        ValueError: the name is unknown or the revision is not supported; the message lists those that are.
+    """
+    try:
+        found = Revision(revision)
+    except ValueError:
+        found = None
+    if found not in VERSIONS:
+        names = ", ".join(r.value for r in VERSIONS)
+        raise ValueError(f"flodl revision {revision!r} is not supported; supported: {names}")
+    return found
+
+
+class MsgKind(IntEnum):
+    """What a control frame carries (§3). The last two of 1-5 are reserved and dead."""
+
+    CONTROL = 1
+    TIMING = 2
+    METRICS = 3
+    PARAM_SNAPSHOT_META = 4
+    HEARTBEAT = 5
+    RENDEZVOUS = 6
+    JOIN = 7
+
+
+class RoundKind(IntEnum):
+    """How the controller reduces a round frame (§6): MODEL is divided by the summed weight, CONTROL never."""
+
+    MODEL = 0
+    CONTROL = 1
+
+
+class MuxKind(IntEnum):
+    """What a mux record carries between relay and controller (§7)."""
+
+    DATA = 1
+    CONTROL = 2
+    HOST_FRAME = 3
+    BROADCAST = 4
+
+
+def parse_salt(salt: bytes | str) -> bytes:
+    """The 16 bytes of a session salt.
+
+    Args:
+        salt: 16 bytes, or 32 hex digits of either case as text, spaces around them ignored (§7).
+
+    Raises:
+        TypeError: neither bytes nor text.
+        ValueError: the wrong length or not hex; the message never holds the salt.
+    """
+    if isinstance(salt, str):
+        digits = salt.strip()
+        try:
+            raw = bytes.fromhex(digits) if len(digits) == 2 * SALT_SIZE else b""
+        except ValueError:
+            raw = b""
+        if len(raw) != SALT_SIZE:
+            raise ValueError(f"a salt as text is {2 * SALT_SIZE} hex digits, got {len(digits)} characters that are not")
+        return raw
+    if not isinstance(salt, (bytes, bytearray, memoryview)):
+        raise TypeError(f"a salt is {SALT_SIZE} bytes or {2 * SALT_SIZE} hex digits, got {type(salt).__name__}")
+    raw = bytes(salt)
+    if len(raw) != SALT_SIZE:
+        raise ValueError(f"a salt is {SALT_SIZE} bytes, got {len(raw)}")
+    return raw

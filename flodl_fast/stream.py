@@ -1,0 +1,165 @@
+"""Frames out of bytes that arrive in any pieces, and back, without I/O (docs/wire.md §7, §10)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ._round import RoundMeter, TensorLayout
+from .errors import FlodlError, LimitError, TruncatedError
+from .frames import Codec, MuxRecord
+from .messages import Message
+from .protocol import LENGTH_PREFIX
+from .rounds import RoundFrame
+
+__all__ = ["FrameReader", "FrameWriter"]
+
+_KINDS = ("control", "round", "mux")
+
+
+class FrameReader:
+    """Takes the bytes of one stream in any pieces and gives its frames; belongs to one reader.
+
+    Args:
+        codec: the Codec of the stream's cluster.
+        kind: "control", "round" or "mux": what the stream carries.
+        prefixed: each frame has its u32 length before it, as on a rank's legs; never with "mux".
+        trailing: as ``Codec.decode``; with a prefix it also covers bytes after the frame inside the prefix.
+
+    An error sticks: after it the stream has no known place to go on from, so every later call raises it again.
+    """
+
+    def __init__(self, codec: Codec, kind: str, *, prefixed: bool = False, trailing: str = "ignore") -> None:
+        _check_kind(kind, prefixed)
+        self._codec = codec
+        self._prefixed = prefixed
+        self._trailing = trailing
+        self._decode, self._measure = {
+            "control": (codec.decode, codec.measure_frame),
+            "round": (codec.decode_round, RoundMeter(codec).measure),
+            "mux": (codec.decode_mux, codec.measure_record),
+        }[kind]
+        self._buffer = bytearray()
+        self._start = 0
+        self._error: FlodlError | None = None
+        self._ended = False
+
+    def feed(self, data) -> None:
+        """Add bytes that arrived.
+
+        Raises:
+            FlodlError: the error that stopped the stream.
+            ValueError: the stream has ended.
+        """
+        self._check()
+        if self._ended:
+            raise ValueError("the stream has ended, nothing can follow")
+        if self._start and self._start >= len(self._buffer) // 2:
+            del self._buffer[: self._start]
+            self._start = 0
+        self._buffer += data
+
+    def next(self) -> Message | RoundFrame | MuxRecord | None:
+        """The next frame's message, round frame or mux record; None where more bytes are needed.
+
+        Raises:
+            DecodeError: the bytes are no such frame, as soon as those that say so are there.
+        """
+        self._check()
+        try:
+            size = self._whole()
+            if size is None:
+                return None
+            first = self._start + (LENGTH_PREFIX if self._prefixed else 0)
+            with memoryview(self._buffer) as whole, whole[first : self._start + size] as frame:
+                item = self._decode(frame, trailing=self._trailing)
+        except FlodlError as error:
+            self._error = error
+            raise
+        self._start += size
+        return item
+
+    def eof(self) -> None:
+        """Say that no bytes follow. Frames that are complete can still be taken.
+
+        Raises:
+            TruncatedError: the stream ends inside its next frame; now, or from ``next`` once the frames before it are
+                taken.
+        """
+        self._check()
+        self._ended = True
+        try:
+            self._whole()
+        except FlodlError as error:
+            self._error = error
+            raise
+
+    def __iter__(self) -> Iterator[Message | RoundFrame | MuxRecord]:
+        """The frames that are complete."""
+        while (item := self.next()) is not None:
+            yield item
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _whole(self) -> int | None:
+        """The size of the next frame, its prefix included, where all of it is there."""
+        left = len(self._buffer) - self._start
+        size = self._prefix(left) if self._prefixed else self._measure(self._buffer, self._start)
+        if size is not None and size <= left:
+            return size
+        if self._ended and left:
+            raise TruncatedError(f"the stream ends {left} bytes into a frame")
+        return None
+
+    def _prefix(self, left: int) -> int | None:
+        if left < LENGTH_PREFIX:
+            return None
+        size = int.from_bytes(self._buffer[self._start : self._start + LENGTH_PREFIX], "little")
+        if size > self._codec.frame_ceiling:
+            raise LimitError(
+                f"a length prefix of {size} bytes is above the limit of {self._codec.frame_ceiling} (frame_ceiling)"
+            )
+        # A frame that cannot be is refused at once, not when all that its prefix announces has been stored.
+        self._measure(self._buffer, self._start + LENGTH_PREFIX)
+        return LENGTH_PREFIX + size
+
+
+class FrameWriter:
+    """Gives the bytes of one stream, a whole frame at a time.
+
+    Args:
+        codec, kind, prefixed: as for FrameReader.
+    """
+
+    def __init__(self, codec: Codec, kind: str, *, prefixed: bool = False) -> None:
+        _check_kind(kind, prefixed)
+        self._codec = codec
+        self._kind = kind
+        self._prefixed = prefixed
+
+    def write(self, item: Message | RoundFrame | MuxRecord) -> bytes | bytearray:
+        """The bytes that carry a message, round frame or mux record.
+
+        Raises:
+            EncodeError, TypeError: as the Codec's encoders.
+        """
+        if self._kind == "mux":
+            return self._codec.encode_mux(item)
+        if self._kind == "control":
+            return self._codec.encode_many([item], prefixed=True) if self._prefixed else self._codec.encode(item)
+        if not self._prefixed:
+            return self._codec.encode_round(item)
+        layout = TensorLayout.of(item.tensors)
+        data = bytearray(LENGTH_PREFIX + layout.frame_size)
+        data[:LENGTH_PREFIX] = layout.frame_size.to_bytes(LENGTH_PREFIX, "little")
+        with memoryview(data) as whole, whole[LENGTH_PREFIX:] as body:
+            layout.encode(self._codec, item.tensors, item.kind, item.weight, out=body)
+        return data
+
+
+def _check_kind(kind: str, prefixed: bool) -> None:
+    if kind not in _KINDS:
+        raise ValueError(f"kind must be one of {_KINDS}, got {kind!r}")
+    if prefixed and kind == "mux":
+        raise ValueError("mux records never have a length prefix")

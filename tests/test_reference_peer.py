@@ -1,0 +1,234 @@
+"""The oracle against the published crate: equal values, equal bytes, equal refusals."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+import reference as ref
+from conftest import SALT, same
+from generate import FLOATS, FRAME_KINDS, messages, round_frames, round_groups, salts
+from peer import ABORTED
+
+MESSAGES, ROUNDS = 2000, 500
+
+
+def refusal(call, *args):
+    """What the oracle refuses a call for, or None."""
+    try:
+        call(*args)
+    except ref.WireError as error:
+        return error.what
+    return None
+
+
+def signed_frame(kind, payload):
+    signed = struct.pack("<II", kind, len(payload)) + payload
+    return struct.pack("<II", ref.CONTROL_FRAME, ref.CONTROL_VERSION) + ref.mac8(SALT, signed) + signed
+
+
+def damage(rng, data):
+    """`data` with a byte changed, cut short or grown."""
+    at = rng.randrange(len(data))
+    match rng.randrange(4):
+        case 0:
+            return data[:at]
+        case 1:
+            return data + rng.randbytes(3)
+        case _:
+            byte = rng.choice((0, 1, 2, 0x14, 0xFA, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF, rng.randrange(256)))
+            return data[:at] + bytes([byte]) + data[at + 1:]
+
+
+def same_outcome(crate, frame):
+    """Whether the oracle makes of a control frame what the crate made of it."""
+    if "error" in crate or "eof" in crate:
+        return refusal(ref.decode_frame, SALT, frame) is not None
+    kind, message, left = ref.decode_frame(SALT, frame)
+    if kind not in ref.SCHEMA:
+        return crate == {"kind": kind, "payload": message.hex(), "left": left}
+    return (crate["kind"], crate["left"]) == (kind, left) and same(crate["msg"], ref.to_json(message))
+
+
+def test_crate_reads_what_the_oracle_writes(peer):
+    decode = peer("decode")
+    for salt, (kind, message) in zip(salts(1, MESSAGES), messages(1, MESSAGES, entries=3), strict=True):
+        frame = ref.encode_frame(salt, kind, message)
+        crate = decode.ask({"salt": salt.hex(), "frame": frame.hex() + "00"})
+        assert (crate["kind"], crate["left"]) == (kind, 1)
+        assert same(crate["msg"], ref.to_json(message))
+
+
+def test_crate_writes_what_the_oracle_writes(peer):
+    encode = peer("encode")
+    for salt, (kind, message) in zip(salts(2, MESSAGES), messages(2, MESSAGES, finite=True), strict=True):
+        crate = encode.ask({"salt": salt.hex(), "kind": kind, "msg": message})
+        assert crate["frame"] == ref.encode_frame(salt, kind, message).hex()
+        assert crate["payload"] == ref.encode_payload(kind, message).hex()
+        read, read_message, left = ref.decode_frame(salt, bytes.fromhex(crate["frame"]))
+        assert (read, left) == (kind, 0)
+        assert same(read_message, message)
+
+
+def test_oracle_reads_maps_in_the_order_of_the_crate(peer):
+    for kind, message in messages(3, 500, finite=True, entries=6):
+        crate = peer("encode").ask({"salt": SALT.hex(), "kind": kind, "msg": message})
+        payload = bytes.fromhex(crate["payload"])
+        read, used = ref.decode_payload(kind, payload)
+        assert used == len(payload) == len(ref.encode_payload(kind, message))
+        assert same(read, message)
+
+
+def test_damaged_payloads_end_alike(peer):
+    rng = random.Random(4)
+    numbers = {kind: ref.number_of(kind, ref.KINDS) for kind in FRAME_KINDS}
+    outcomes = set()
+    for kind, message in messages(4, MESSAGES):
+        payload = ref.encode_payload(kind, message)
+        frame = signed_frame(numbers[kind], damage(rng, payload[:200] if rng.random() < 0.3 else payload))
+        crate = peer("decode").ask({"salt": SALT.hex(), "frame": frame.hex()})
+        assert same_outcome(crate, frame), (frame.hex(), crate)
+        outcomes.add((kind, "error" in crate))
+    assert outcomes == {(kind, failed) for kind in FRAME_KINDS for failed in (False, True)}
+
+
+def test_damaged_frames_end_alike(peer):
+    rng = random.Random(5)
+    for kind, message in messages(5, 500):
+        frame = damage(rng, ref.encode_frame(SALT, kind, message)[:60])
+        crate = peer("decode").ask({"salt": SALT.hex(), "frame": frame.hex()})
+        assert same_outcome(crate, frame), (frame.hex(), crate)
+
+
+def test_reserved_kinds(peer):
+    for kind in ("ParamSnapshotMeta", "Heartbeat"):
+        frame = ref.encode_frame(SALT, kind, b"\1\2\3")
+        crate = peer("decode").ask({"salt": SALT.hex(), "frame": frame.hex()})
+        assert crate == {"kind": kind, "payload": "010203", "left": 0}
+
+
+@pytest.mark.parametrize(("size", "crate_says"), [(1 << 62, ABORTED), (1 << 63, {"error": "panic"})])
+def test_a_huge_text_takes_the_crate_down_and_the_peer_comes_back(peer, size, crate_says):
+    frame = signed_frame(2, bytes([13, 0]) + ref.put_varint(size))
+    assert peer("decode").ask({"salt": SALT.hex(), "frame": frame.hex()}) == crate_says
+    assert refusal(ref.decode_frame, SALT, frame) == "payload"
+    good = ref.encode_frame(SALT, "Timing", {"Exiting": {"rank": 1}})
+    answers = peer("decode").ask_many([{"salt": SALT.hex(), "frame": good.hex()}] * 2)
+    assert [answer["msg"] for answer in answers] == [{"Exiting": {"rank": 1}}] * 2
+
+
+def test_conversion(peer):
+    outcomes = set()
+    for _, message in messages(6, 400, finite=True, kinds=("Control",)):
+        crate = peer("convert").ask({"msg": message})
+        ours = ref.control_convert(message)
+        assert ("error" in crate, "none" in crate) == (ours["outcome"] == "error", ours["outcome"] == "none")
+        assert crate.get("reason") == ours.get("reason")
+        outcomes.add(ours["outcome"])
+    assert outcomes == {"message", "none", "error"}
+
+
+def crate_frame(frame):
+    """The frame of an answer, its weight from `weight_bits`: an infinite one is null otherwise."""
+    weight, = struct.unpack(">d", bytes.fromhex(frame["weight_bits"]))
+    return {"kind": frame["kind"], "weight": weight, "tensors": frame["tensors"]}
+
+
+def test_round_frames(peer):
+    round_ = peer("round")
+    for salt, frame in zip(salts(7, ROUNDS), round_frames(7, ROUNDS), strict=True):
+        raw = ref.encode_round(salt, frame)
+        assert round_.ask({"op": "encode", "salt": salt.hex(), "frame": frame}) == {"bytes": raw.hex()}
+        crate = round_.ask({"op": "decode", "salt": salt.hex(), "bytes": raw.hex() + "0000"})
+        assert crate["left"] == 2
+        assert same(crate_frame(crate["frame"]), frame)
+        assert same(ref.decode_round(salt, raw), [frame, 0])
+
+
+def test_damaged_round_frames_end_alike(peer):
+    rng = random.Random(8)
+    for frame in round_frames(8, ROUNDS):
+        raw = damage(rng, ref.encode_round(SALT, frame)[:-8])
+        if rng.random() < 0.9:
+            raw += ref.mac8(SALT, raw)
+        crate = peer("round").ask({"op": "decode", "salt": SALT.hex(), "bytes": raw.hex()})
+        what = refusal(ref.decode_round, SALT, raw)
+        if what is None:
+            assert same([crate_frame(crate["frame"]), crate["left"]], ref.decode_round(SALT, raw))
+        else:
+            # The crate's reader leaves dtype and shape to its reducer.
+            assert ("frame" in crate) == (what == "tensor")
+
+
+@pytest.mark.parametrize(("op", "ours"), [("sum", ref.sum_frames), ("reduce", ref.reduce_frames)])
+def test_sum_and_reduce(peer, op, ours):
+    rng = random.Random(9)
+    outcomes = set()
+    for group in round_groups(9, 300):
+        if op == "reduce":
+            group = [frame if rng.random() < 0.8 else None for frame in group]
+        crate = peer("round").ask({"op": op, "frames": group})
+        outcomes.add("error" in crate)
+        if "error" in crate:
+            assert refusal(ours, group) == "tensor", crate
+        else:
+            assert same(ref.plain_nans(ours(group)), ref.plain_nans(crate_frame(crate["frame"])))
+    assert outcomes == {False, True}
+
+
+def test_mux_records(peer):
+    rng, ranks = random.Random(10), (0, 1, 255, 65536, (1 << 32) - 1)
+    records = [{"record": "Data", "rank": rank, "payload": rng.randbytes(rank % 300).hex()} for rank in ranks]
+    records += [{"record": name, "payload": rng.randbytes(9).hex()} for name in ("HostFrame", "Broadcast")]
+    records += [{"record": "Control", "msg": message} for _, message in messages(10, 200, kinds=("Relay",))]
+    for record in records:
+        raw = ref.encode_mux(SALT, record)
+        assert peer("wire").ask({"op": "mux", "salt": SALT.hex(), **record}) == {"bytes": raw.hex()}
+        assert ref.decode_mux(SALT, raw) == ({"rank": 0, **record}, 0)
+        payload = damage(rng, raw[25:] or b"?")
+        header = raw[:13] + struct.pack("<I", len(payload))
+        for bad in (damage(rng, raw), header + ref.mac8(SALT, header + payload) + payload):
+            crate = peer("wire").ask({"op": "mux_decode", "salt": SALT.hex(), "bytes": bad.hex()})
+            assert (refusal(ref.decode_mux, SALT, bad) is None) == ("debug" in crate)
+
+
+def test_handshakes(peer):
+    for salt in salts(11, 8):
+        rank, world = struct.unpack("<II", salt[:8])
+        crate = peer("wire").ask({"op": "handshake", "salt": salt.hex(), "rank": rank, "world": world})
+        assert crate == {
+            "control_rank": ref.control_hello(salt, rank, world).hex(),
+            "control_ack": ref.control_ack(salt).hex(),
+            "data_ack": ref.data_ack().hex(),
+        }
+
+
+def test_masses(peer):
+    rng = random.Random(12)
+    for _ in range(300):
+        n = rng.choice((rng.choice(FLOATS), float(rng.randrange(2000)), rng.uniform(0, 1e6)))
+        gamma = rng.choice((1.0, 0.0, 0.5, -1.0, 2.0, 400.0, rng.uniform(-3, 3)))
+        assert peer("wire").ask({"op": "mass", "n": n, "gamma": gamma}) == {
+            "gamma_mass_bits": struct.pack(">d", ref.gamma_mass(n, gamma)).hex(),
+            "mover_mass": ref.mover_mass(n),
+            "realized": ref.is_realized(n),
+        }
+
+
+@pytest.mark.parametrize("text", [
+    "00" * 16, "aB" * 16, " \t" + "12" * 16 + "\r\n", "12" * 15 + "1", "12" * 17, "1 " * 16, "+1" * 16,
+    "0x" + "11" * 15, "\u0661" * 32, "g" * 32, "",
+])
+def test_salts(peer, text):
+    crate = peer("wire").ask({"op": "salt", "hex": text})
+    if "error" in crate:
+        assert refusal(ref.parse_salt, text) == "value"
+    else:
+        assert ref.parse_salt(text).hex() == crate["salt"]
+
+
+def test_frame_ceilings(peer):
+    for model_bytes in (0, (32 << 20) - 1, (32 << 20) + 1, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1):
+        crate = peer("wire").ask({"op": "frame_ceiling", "model_bytes": model_bytes})
+        assert crate == {"ceiling": ref.frame_ceiling(model_bytes)}
