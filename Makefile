@@ -44,13 +44,13 @@ test-arm: ## the checks of the C kernels on an emulated 64-bit Arm
 	mkdir -p build
 	$(ARM_CC) -O3 -ffp-contract=off -static -Iflodl_fast/_native -o build/check_kernels.arm \
 	    tests/native/check_kernels.c $(wildcard flodl_fast/_native/*.c)
-	$(ARM_RUN) build/check_kernels.arm
+	$(ARM_RUN) build/check_kernels.arm armv8 neon
 
 test-sanitize: export FLODL_FAST_SANITIZE = address,undefined
 test-sanitize: ## the suite under the address and undefined-behaviour sanitizers
 	$(MAKE) $(VENV)/.with-test
 	LD_PRELOAD="$(foreach lib,libasan libubsan libstdc++,$$($(CC) -print-file-name=$(lib).so))" \
-	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(BIN)/python -m pytest --ignore=tests/interop
+	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(BIN)/python -m pytest
 
 coverage: export FLODL_FAST_COVERAGE = 1
 coverage: ## line coverage of the Python and Cython sources

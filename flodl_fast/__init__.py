@@ -3,7 +3,8 @@
 from importlib.metadata import version as _version
 
 try:
-    from . import _codec as _codec, _round as _round
+    from . import _codec as _codec
+    from . import _round as _round
 except ImportError as error:
     raise ImportError(
         f"flodl_fast's compiled modules do not load ({error}); build them with `pip install .` in a checkout, "

@@ -10,6 +10,8 @@ import threading
 
 import numpy as np
 
+__all__ = ["FrameCodec", "check_values", "family_name", "plain_number", "sha256_kernel"]
+
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
@@ -197,8 +199,7 @@ cdef class Table:
         t.child = self.take(len(shape.parts))
         t.most = _MOST.get(t.op, 0)
         t.least = shape.size or _LEAST.get(t.op, 1)
-        if shape.cls is not None:
-            t.cls = self.keep(shape.cls)
+        t.cls = self.keep(shape.cls)
         if t.op == ENUM:
             members = tuple(shape.cls)
             if [int(m) for m in members] != list(range(len(members))):

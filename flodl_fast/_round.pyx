@@ -8,6 +8,17 @@ import os
 
 import numpy as np
 
+__all__ = [
+    "RoundMeter",
+    "TensorLayout",
+    "arrays_of",
+    "decode_round",
+    "encode_round",
+    "first_nonfinite",
+    "fold_kernel",
+    "sum_tensors",
+]
+
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
@@ -376,16 +387,25 @@ cdef class TensorLayout:
 # ------------------------------------------------------------------------------------------------------------ arrays
 
 
-def array_of(tensor, where):
-    """The float32 array that shares its memory with a tensor.
+cpdef tuple arrays_of(tensors):
+    """The float32 arrays that share their memory with these tensors.
 
     Args:
-        tensor: a NumPy array, or anything that exports its memory by the buffer protocol or DLPack.
-        where: what to call it in an error.
+        tensors: NumPy arrays, or anything that exports its memory by the buffer protocol or DLPack.
 
     Raises:
         TypeError: another dtype, a masked array, or no exported memory; nothing is converted.
     """
+    cdef list arrays = list(tensors)
+    cdef Py_ssize_t i
+    for i in range(len(arrays)):
+        tensor = arrays[i]
+        if not (cnp.PyArray_CheckExact(tensor) and cnp.PyArray_TYPE(tensor) == cnp.NPY_FLOAT):
+            arrays[i] = array_of(tensor, f"tensor {i}")
+    return tuple(arrays)
+
+
+cdef object array_of(tensor, str where):
     if isinstance(tensor, np.ma.MaskedArray):
         raise TypeError(f"{where}: a masked array's mask has no place on the wire")
     try:
@@ -400,17 +420,6 @@ def array_of(tensor, where):
     if array.dtype.kind != "f" or array.dtype.itemsize != 4:
         raise TypeError(f"{where}: expected float32, got {array.dtype}")
     return array
-
-
-cdef tuple arrays_of(tensors):
-    """The tensors as arrays, held for the length of a call."""
-    cdef list arrays = list(tensors)
-    cdef Py_ssize_t i
-    for i in range(len(arrays)):
-        tensor = arrays[i]
-        if not (cnp.PyArray_CheckExact(tensor) and cnp.PyArray_TYPE(tensor) == cnp.NPY_FLOAT):
-            arrays[i] = array_of(tensor, f"tensor {i}")
-    return tuple(arrays)
 
 
 cdef TensorLayout layout_of(tuple arrays):

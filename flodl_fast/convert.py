@@ -8,7 +8,7 @@ that it was given.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Union
+from typing import Union, cast, get_args
 
 from . import messages as wire
 from ._codec import check_values
@@ -92,10 +92,10 @@ def timing_msg_to_wire(message: InProcessTimingMsg) -> wire.TimingMsg:
             field of the wrong type.
         EncodeError: a field out of range, such as a rank outside 0 to 2**64 - 1.
     """
-    if not isinstance(message, InProcessTimingMsg.__args__):
+    if not isinstance(message, get_args(InProcessTimingMsg)):
         raise TypeError(f"{type(message).__name__} is not an in-process Timing message")
     check_values(message)
-    return message
+    return cast(wire.TimingMsg, message)
 
 
 def control_wire_to_msg(message: wire.ControlMsg) -> InProcessControlMsg | None:
@@ -110,7 +110,7 @@ def control_wire_to_msg(message: wire.ControlMsg) -> InProcessControlMsg | None:
         TypeError: not a Control message, or a field of the wrong type.
         EncodeError: a field out of range.
     """
-    if not isinstance(message, wire.ControlMsg.__args__):
+    if not isinstance(message, get_args(wire.ControlMsg)):
         raise TypeError(f"{type(message).__name__} is not a Control message of the wire")
     check_values(message)
     if isinstance(message, (wire.Update, wire.CoordHeartbeat)):
@@ -127,7 +127,7 @@ def control_wire_to_msg(message: wire.ControlMsg) -> InProcessControlMsg | None:
             f"{type(message).__name__}.target_rank is 2**64 - 1, which flodl reserves in process for 'no rank': "
             "no rank can be meant by it"
         )
-    return message
+    return cast(InProcessControlMsg, message)
 
 
 def metrics_msg_to_wire(message: wire.MetricsMsg) -> wire.MetricsMsg:

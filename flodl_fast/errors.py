@@ -6,6 +6,8 @@ It never holds a computed tag or the salt: either would let its reader forge fra
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "AuthenticationError",
     "BadMagicError",
@@ -43,7 +45,7 @@ class DecodeError(FlodlError, ValueError):
     """
 
     offset: int | None = None
-    decoded: list | tuple = ()
+    decoded: list[Any] | tuple[()] = ()
 
 
 class TruncatedError(DecodeError):

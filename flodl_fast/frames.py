@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hmac
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from . import _round
 from ._codec import FrameCodec
@@ -28,6 +30,9 @@ from .protocol import (
     MuxKind,
 )
 from .rounds import RoundFrame
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["Codec", "MuxRecord"]
 
@@ -77,9 +82,9 @@ class Codec(FrameCodec):
             EncodeError: weight, kind or sizes out of range, or ``elide``.
             TypeError: a tensor that is not float32.
         """
-        return self._encode_round(frame, elide, None, 0)
+        return cast(bytes, self._encode_round(frame, elide, None, 0))
 
-    def encode_round_into(self, frame: RoundFrame, buffer, offset: int = 0, *, elide: bool = False) -> int:
+    def encode_round_into(self, frame: RoundFrame, buffer: Buffer, offset: int = 0, *, elide: bool = False) -> int:
         """Write the round frame into a writable buffer at the offset; nothing is written unless all of it fits.
 
         Returns:
@@ -89,15 +94,22 @@ class Codec(FrameCodec):
             EncodeError: as ``encode_round``, or the buffer has too little room.
             TypeError: as ``encode_round``, or the buffer is read-only.
         """
-        return self._encode_round(frame, elide, buffer, offset)
+        return cast(int, self._encode_round(frame, elide, buffer, offset))
 
-    def _encode_round(self, frame, elide, buffer, offset):
+    def _encode_round(self, frame: RoundFrame, elide: bool, buffer: Buffer | None, offset: int) -> bytes | int:
         if elide:
             raise EncodeError(f"revision {self.revision.value} cannot elide zero tensors")
         return _round.encode_round(self, frame.tensors, frame.kind, frame.weight, buffer, offset)
 
     def decode_round(
-        self, buffer, *, copy: bool = True, out=None, elided: str = "zeros", finite: bool = False, trailing: str = "ignore"
+        self,
+        buffer: Buffer,
+        *,
+        copy: bool = True,
+        out: Iterable[Any] | None = None,
+        elided: str = "zeros",
+        finite: bool = False,
+        trailing: str = "ignore",
     ) -> RoundFrame:
         """The round frame at the start of a buffer.
 
@@ -137,14 +149,14 @@ class Codec(FrameCodec):
         kind = MuxKind(record.kind)
         if not 0 <= record.rank <= (0xFFFFFFFF if kind is MuxKind.DATA else 0):
             raise EncodeError(f"MuxRecord.rank: {record.rank} is out of range for a {kind.name} record")
-        payload = record.payload
+        payload: Any = record.payload
         if kind is MuxKind.CONTROL:
-            if not isinstance(payload, RelayMsg.__args__):
+            if not isinstance(payload, get_args(RelayMsg)):
                 raise TypeError(f"a CONTROL record carries a RelayMsg, got {type(payload).__name__}")
             payload = self.encode_payload(payload)
         return self.seal_record(kind, record.rank, payload)
 
-    def decode_mux(self, buffer, *, trailing: str = "ignore") -> MuxRecord:
+    def decode_mux(self, buffer: Buffer, *, trailing: str = "ignore") -> MuxRecord:
         """The mux record at the start of a buffer; a rank is given as it came.
 
         Raises:
@@ -180,7 +192,7 @@ class Codec(FrameCodec):
         """The answer to a data hello."""
         return _pack(MAGIC_DATA_ACK, VERSIONS[self.revision].data)
 
-    def check_control_hello(self, data, world: int) -> tuple[int, bytes | None]:
+    def check_control_hello(self, data: bytes, world: int) -> tuple[int, bytes | None]:
         """The (rank, model_sig) of a control hello; model_sig is None at revisions that have none.
 
         Raises:
@@ -193,7 +205,7 @@ class Codec(FrameCodec):
         self._check_mac("control hello", data)
         return rank, None
 
-    def check_data_hello(self, data, world: int) -> int:
+    def check_data_hello(self, data: bytes, world: int) -> int:
         """The rank of a data hello.
 
         Raises:
@@ -204,7 +216,7 @@ class Codec(FrameCodec):
         _check_world(rank, of, world)
         return rank
 
-    def check_control_ack(self, data) -> None:
+    def check_control_ack(self, data: bytes) -> None:
         """Raise unless these bytes answer a control hello.
 
         Raises:
@@ -214,7 +226,7 @@ class Codec(FrameCodec):
         _check("control ack", body, MAGIC_CONTROL_ACK, VERSIONS[self.revision].control, "")
         self._check_mac("control ack", data)
 
-    def check_data_ack(self, data) -> None:
+    def check_data_ack(self, data: bytes) -> None:
         """Raise unless these bytes answer a data hello.
 
         Raises:
@@ -225,11 +237,11 @@ class Codec(FrameCodec):
     def _signed(self, body: bytes) -> bytes:
         return body + self.mac(body)
 
-    def _unsigned(self, what: str, data, size: int) -> bytes:
+    def _unsigned(self, what: str, data: bytes, size: int) -> bytes:
         _check_size(what, data, size + MAC_SIZE)
         return bytes(data[:size])
 
-    def _check_mac(self, what: str, data) -> None:
+    def _check_mac(self, what: str, data: bytes) -> None:
         if not hmac.compare_digest(self.mac(bytes(data[:-MAC_SIZE])), bytes(data[-MAC_SIZE:])):
             raise AuthenticationError(f"the MAC of a {what} does not hold: another salt, or changed bytes")
 
@@ -241,14 +253,14 @@ def _pack(magic: int, *fields: int) -> bytes:
         raise EncodeError(f"rank and world must be integers from 0 to {0xFFFFFFFF}, got {fields[1:]}") from error
 
 
-def _check_size(what: str, data, size: int) -> None:
+def _check_size(what: str, data: bytes, size: int) -> None:
     if len(data) < size:
         raise TruncatedError(f"a {what} has {size} bytes, got {len(data)}")
     if len(data) > size:
         raise TrailingDataError(f"{len(data) - size} extra bytes after a {what} of {size}")
 
 
-def _check(what: str, body, magic: int, version: int, rest: str) -> tuple[int, ...]:
+def _check(what: str, body: bytes, magic: int, version: int, rest: str) -> tuple[int, ...]:
     """The fields after magic and version, both checked."""
     _check_size(what, body, 8 + struct.calcsize(rest))
     found_magic, found_version = struct.unpack_from("<2I", body)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import struct
-from functools import lru_cache
+from enum import IntEnum
+from functools import cache
 from typing import Any
 
 from ._codec import family_name
@@ -84,7 +85,7 @@ def _inner(shape: Shape) -> Shape:
     return shape.parts[0] if _wraps(shape) else shape
 
 
-@lru_cache(maxsize=None)
+@cache
 def _by_name(family: str, revision: Revision) -> dict[str | None, Shape]:
     """The Shapes of a kind's variants by the crate's names; under None that of a kind without variants."""
     union = PAYLOADS[family][1]
@@ -99,23 +100,19 @@ def _by_name(family: str, revision: Revision) -> dict[str | None, Shape]:
     }
 
 
-@lru_cache(maxsize=None)
+@cache
 def _by_class(revision: Revision) -> dict[type, tuple[str | None, Shape]]:
-    return {
-        shape.cls: (name, shape)
-        for family in PAYLOADS
-        for name, shape in _by_name(family, revision).items()
-    }
+    return {shape.cls: (name, shape) for family in PAYLOADS for name, shape in _by_name(family, revision).items()}
 
 
-def _member_name(member: Any) -> str:
+def _member_name(member: IntEnum) -> str:
     return member.name.title().replace("_", "")
 
 
 def _fields(shape: Shape, revision: Revision) -> list[tuple[str, Shape]]:
     return [
         (name, part)
-        for name, part, since in zip(shape.names, shape.parts, shape.since)
+        for name, part, since in zip(shape.names, shape.parts, shape.since, strict=True)
         if since is None or not revision < since
     ]
 
@@ -136,7 +133,7 @@ def _write(shape: Shape, value: Any, revision: Revision) -> Any:
     if op == "list":
         return [_write(shape.parts[0], item, revision) for item in value]
     if op == "tuple":
-        return [_write(part, item, revision) for part, item in zip(shape.parts, value)]
+        return [_write(part, item, revision) for part, item in zip(shape.parts, value, strict=True)]
     if op == "map":
         return {key: _write(shape.parts[1], item, revision) for key, item in value.items()}
     if op == "enum":
@@ -183,7 +180,9 @@ def _read(shape: Shape, value: Any, revision: Revision, where: str) -> Any:
     if op == "tuple":
         good = isinstance(value, list) and len(value) == len(shape.parts)
         _expect(good, where, f"a list of {len(shape.parts)}", value)
-        return tuple(_read(p, v, revision, f"{where}[{i}]") for i, (p, v) in enumerate(zip(shape.parts, value)))
+        return tuple(
+            _read(p, v, revision, f"{where}[{i}]") for i, (p, v) in enumerate(zip(shape.parts, value, strict=True))
+        )
     if op == "map":
         _expect(isinstance(value, dict), where, "an object", value)
         return {key: _read(shape.parts[1], item, revision, f"{where}[{key!r}]") for key, item in value.items()}
@@ -195,7 +194,7 @@ def _read(shape: Shape, value: Any, revision: Revision, where: str) -> Any:
 def _to_float(value: float, width: str) -> float:
     """The nearest float of that width; too large a number becomes an infinity, as where the crate narrows one."""
     try:
-        return struct.unpack("<" + width, struct.pack("<" + width, value))[0]
+        return float(struct.unpack("<" + width, struct.pack("<" + width, value))[0])
     except OverflowError:
         return math.copysign(math.inf, value)
 
@@ -206,12 +205,12 @@ def _at(where: str, name: str) -> str:
 
 def _only_item(value: Any) -> tuple[str, Any]:
     _expect(isinstance(value, dict) and len(value) == 1, "", "a variant's name, or an object with one", value)
-    return next(iter(value.items()))
+    ((name, body),) = value.items()
+    return name, body
 
 
 def _expect(good: bool, where: str, expected: str, value: Any) -> None:
     if not good:
         shown = repr(value)
-        raise EncodeError(
-            f"{where + ': ' if where else ''}expected {expected}, got {shown if len(shown) < 60 else shown[:57] + '...'}"
-        )
+        shown = shown if len(shown) < 60 else shown[:57] + "..."
+        raise EncodeError(f"{where + ': ' if where else ''}expected {expected}, got {shown}")

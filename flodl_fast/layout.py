@@ -11,8 +11,9 @@ import dataclasses
 import types
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
-from typing import Annotated, Any, Optional, Union, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Optional as Opt
 
 from .protocol import Revision
 
@@ -42,19 +43,18 @@ i32 = Annotated[int, Scalar("i32")]
 f32 = Annotated[float, Scalar("f32")]
 f64 = Annotated[float, Scalar("f64")]
 Bytes32 = Annotated[bytes, Scalar("fixed", 32)]
-Opt = Optional
 
 _PLAIN = {str: "str", bytes: "bytes"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shape:
     """A wire type as a tree.
 
     Attributes:
         op: u8, u16, u32, u64, i32, f32, f64, str, bytes, fixed, opt, list, tuple, map, enum or struct.
         parts: the types inside: of opt and list one, of map key and value, of tuple its items, of struct its fields.
-        cls: the class of an enum or struct.
+        cls: the class of an enum or struct, else object.
         size: the length of ``fixed``, in bytes.
         names: the field names of a struct.
         since: per field of a struct the revision that brought it, None where 0.6 has it.
@@ -62,18 +62,18 @@ class Shape:
 
     op: str
     parts: tuple[Shape, ...] = ()
-    cls: type | None = None
+    cls: Any = object
     size: int = 0
     names: tuple[str, ...] = ()
     since: tuple[Revision | None, ...] = ()
 
 
-@lru_cache(maxsize=None)
+@cache
 def struct_of(cls: type) -> Shape:
     """The Shape of a message class, its fields in wire order."""
     hints = get_type_hints(cls, include_extras=True)
     names = tuple(f.name for f in dataclasses.fields(cls))
-    parts, since = zip(*(_field(hints[name]) for name in names)) if names else ((), ())
+    parts, since = zip(*(_field(hints[name]) for name in names), strict=True) if names else ((), ())
     return Shape("struct", tuple(parts), cls, names=names, since=tuple(since))
 
 
@@ -102,7 +102,7 @@ def shape_of(annotation: Any) -> Shape:
     if isinstance(annotation, type) and issubclass(annotation, IntEnum):
         return Shape("enum", cls=annotation)
     if dataclasses.is_dataclass(annotation):
-        return struct_of(annotation)
+        return struct_of(cast(type, annotation))
     raise TypeError(f"{annotation!r} is not a wire type")
 
 

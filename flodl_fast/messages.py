@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Union
+from typing import Optional as Opt
 
-from .layout import Bytes32, Opt, f32, f64, i32, u8, u16, u32, u64
+from .layout import Bytes32, f32, f64, i32, u8, u16, u32, u64
 from .protocol import MsgKind
 
 # --------------------------------------------------------------------------------------------- enums and plain structs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -39,8 +40,8 @@ class RoundFrame:
 
     __slots__ = ("kind", "tensors", "weight")
 
-    def __init__(self, tensors: Iterable, kind: RoundKind = RoundKind.MODEL, weight: float = 0.0) -> None:
-        self.tensors: list[np.ndarray] = [_round.array_of(t, f"tensor {i}") for i, t in enumerate(tensors)]
+    def __init__(self, tensors: Iterable[Any], kind: RoundKind = RoundKind.MODEL, weight: float = 0.0) -> None:
+        self.tensors: list[np.ndarray] = list(_round.arrays_of(tensors))
         self.kind = RoundKind(kind)
         self.weight = weight
 
@@ -93,7 +94,7 @@ def _fold(frames: list[RoundFrame], ranks: Sequence[int], finite: bool, divide: 
     if not frames:
         raise TensorError("no frame is there to reduce")
     first = frames[0]
-    for rank, frame in zip(ranks, frames):
+    for rank, frame in zip(ranks, frames, strict=True):
         if frame.kind is not first.kind:
             raise TensorError(f"frame {rank} is {frame.kind.name}, frame {ranks[0]} is {first.kind.name}")
         for i, tensor in enumerate(frame.tensors if finite else ()):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from ._round import RoundMeter, TensorLayout
 from .errors import FlodlError, LimitError, TruncatedError
-from .frames import Codec, MuxRecord
-from .messages import Message
+from .frames import Codec
 from .protocol import LENGTH_PREFIX
-from .rounds import RoundFrame
 
 __all__ = ["FrameReader", "FrameWriter"]
 
@@ -33,17 +32,18 @@ class FrameReader:
         self._codec = codec
         self._prefixed = prefixed
         self._trailing = trailing
-        self._decode, self._measure = {
+        calls: dict[str, tuple[Callable[..., Any], Callable[..., int | None]]] = {
             "control": (codec.decode, codec.measure_frame),
             "round": (codec.decode_round, RoundMeter(codec).measure),
             "mux": (codec.decode_mux, codec.measure_record),
-        }[kind]
+        }
+        self._decode, self._measure = calls[kind]
         self._buffer = bytearray()
         self._start = 0
         self._error: FlodlError | None = None
         self._ended = False
 
-    def feed(self, data) -> None:
+    def feed(self, data: Any) -> None:
         """Add bytes that arrived.
 
         Raises:
@@ -58,7 +58,7 @@ class FrameReader:
             self._start = 0
         self._buffer += data
 
-    def next(self) -> Message | RoundFrame | MuxRecord | None:
+    def next(self) -> Any:
         """The next frame's message, round frame or mux record; None where more bytes are needed.
 
         Raises:
@@ -93,7 +93,7 @@ class FrameReader:
             self._error = error
             raise
 
-    def __iter__(self) -> Iterator[Message | RoundFrame | MuxRecord]:
+    def __iter__(self) -> Iterator[Any]:
         """The frames that are complete."""
         while (item := self.next()) is not None:
             yield item
@@ -138,7 +138,7 @@ class FrameWriter:
         self._kind = kind
         self._prefixed = prefixed
 
-    def write(self, item: Message | RoundFrame | MuxRecord) -> bytes | bytearray:
+    def write(self, item: Any) -> bytes | bytearray:
         """The bytes that carry a message, round frame or mux record.
 
         Raises:

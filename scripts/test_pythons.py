@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test-pythons"
 PYTHONS = [(3, 10), (3, 11), (3, 12), (3, 13)]
-OLD_NUMPY = "1.26.*"
+OLD_NUMPY, NEW_NUMPY = "==1.26.*", ">=2"
 OLD_NUMPY_NEWEST_PYTHON = (3, 12)
 PROBE = "import sys; print(sys.implementation.name, *sys.version_info[:2])"
 TAIL = 60  # lines of a failed step's log that are shown
@@ -65,35 +64,39 @@ def make_sdist(folder: Path) -> Path:
     return next(folder.glob("*.tar.gz"))
 
 
+def build(python: str, sdist: Path, tree: Path, venv: Path, log: Path) -> tuple[Path, Path]:
+    """Unpack the sdist, make the environment and the wheel; returns the wheel and the folder of the suite."""
+    shutil.unpack_archive(sdist, tree)
+    (source,) = tree.iterdir()
+    run(log, [python, "-m", "venv", venv])
+    run(log, [venv / "bin/python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tree, sdist])
+    (wheel,) = tree.glob("*.whl")
+    # The suite must meet the wheel, not the sources beside it. The kernels' C stays, for tests of it.
+    for path in (source / "flodl_fast").iterdir():
+        if path.name != "_native":
+            path.unlink()
+    return wheel, source
+
+
 def trial(
     version: tuple[int, int], python: str, sdist: Path, folder: Path
 ) -> Iterator[tuple[str, bool, str]]:
     """Build and test with one Python; yields what was tried, whether it passed, and what it said."""
     name = "{}.{}".format(*version)
-    log = LOGS / f"{name}.log"
-    tree, venv = folder / f"tree-{name}", folder / f"venv-{name}"
-    bin_python = venv / "bin" / "python"
-    step = "wheel"
+    log, venv = LOGS / f"{name}.log", folder / f"venv-{name}"
     try:
-        with tarfile.open(sdist) as archive:
-            archive.extractall(tree)
-        (source,) = tree.iterdir()
-        run(log, [python, "-m", "venv", venv])
-        run(log, [bin_python, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tree, sdist])
-        (wheel,) = tree.glob("*.whl")
-        # The suite must meet the wheel, not the sources beside it. The kernels' C stays, for tests of it.
-        for path in (source / "flodl_fast").iterdir():
-            if path.name != "_native":
-                path.unlink()
-        for numpy in [OLD_NUMPY] * (version <= OLD_NUMPY_NEWEST_PYTHON) + [">=2"]:
-            step = f"NumPy {numpy}"
-            requirement = "numpy" + (numpy if numpy.startswith(">") else f"=={numpy}")
-            run(log, [bin_python, "-m", "pip", "install", "--upgrade", f"{wheel}[test]", requirement])
-            found = run(log, [bin_python, "-c", "import numpy; print(numpy.__version__)"])
-            step = f"NumPy {found}"
-            yield step, True, run(log, [bin_python, "-m", "pytest", "-q"], cwd=source)
+        wheel, suite = build(python, sdist, folder / f"tree-{name}", venv, log)
     except StepFailed as failure:
-        yield step, False, str(failure)
+        yield "wheel", False, str(failure)
+        return
+    for numpy in [OLD_NUMPY] * (version <= OLD_NUMPY_NEWEST_PYTHON) + [NEW_NUMPY]:
+        step = f"NumPy {numpy}"
+        try:
+            run(log, [venv / "bin/python", "-m", "pip", "install", "-U", f"{wheel}[test]", f"numpy{numpy}"])
+            step = "NumPy " + run(log, [venv / "bin/python", "-c", "import numpy; print(numpy.__version__)"])
+            yield step, True, run(log, [venv / "bin/python", "-m", "pytest", "-q"], cwd=suite)
+        except StepFailed as failure:
+            yield step, False, str(failure)
 
 
 def main() -> int:

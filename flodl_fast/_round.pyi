@@ -1,0 +1,73 @@
+from collections.abc import Iterable, Sequence
+from typing import Any, overload
+
+import numpy as np
+from typing_extensions import Buffer, disjoint_base
+
+from ._codec import FrameCodec
+from .protocol import RoundKind
+
+__all__ = [
+    "RoundMeter",
+    "TensorLayout",
+    "arrays_of",
+    "decode_round",
+    "encode_round",
+    "first_nonfinite",
+    "fold_kernel",
+    "sum_tensors",
+]
+
+@disjoint_base
+class RoundMeter:
+    def __new__(cls, codec: FrameCodec) -> RoundMeter: ...
+    def measure(self, buffer: Buffer, offset: int = 0) -> int | None: ...
+
+@disjoint_base
+class TensorLayout:
+    @staticmethod
+    def of(arrays: Iterable[Any]) -> TensorLayout: ...
+    @staticmethod
+    def from_frame(codec: FrameCodec, buffer: Buffer) -> TensorLayout: ...
+    @property
+    def frame_size(self) -> int: ...
+    @property
+    def dtype(self) -> np.ndarray: ...
+    @property
+    def ndim(self) -> np.ndarray: ...
+    @property
+    def shape(self) -> np.ndarray: ...
+    @property
+    def nbytes(self) -> np.ndarray: ...
+    @property
+    def offset(self) -> np.ndarray: ...
+    @overload
+    def encode(
+        self, codec: FrameCodec, arrays: Iterable[Any], kind: RoundKind | int, weight: float, out: None = None
+    ) -> bytes: ...
+    @overload
+    def encode(
+        self, codec: FrameCodec, arrays: Iterable[Any], kind: RoundKind | int, weight: float, out: Buffer
+    ) -> int: ...
+    def decode_into(
+        self, codec: FrameCodec, buffer: Buffer, arrays: Iterable[Any], *, trailing: str = "ignore"
+    ) -> tuple[RoundKind, float]: ...
+    def __len__(self) -> int: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    __hash__: None  # type: ignore[assignment]
+
+def arrays_of(tensors: Iterable[Any]) -> tuple[np.ndarray, ...]: ...
+def encode_round(
+    codec: FrameCodec,
+    tensors: Iterable[Any],
+    kind: RoundKind | int,
+    weight: float,
+    out: Buffer | None = None,
+    offset: int = 0,
+) -> bytes | int: ...
+def decode_round(
+    codec: FrameCodec, buffer: Buffer, copy: bool, out: Iterable[Any] | None, finite: bool, trailing: str
+) -> tuple[list[np.ndarray], RoundKind, float]: ...
+def first_nonfinite(array: np.ndarray) -> int | None: ...
+def sum_tensors(frames: Sequence[Iterable[Any]], ranks: Sequence[int], scale: float | None) -> list[np.ndarray]: ...
+def fold_kernel() -> tuple[str, list[str]]: ...
