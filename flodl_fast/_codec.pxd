@@ -1,7 +1,7 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
-from flodl_fast._wire cimport Node, Writer, ff_mac_key, ff_mac_stream
+from flodl_fast._wire cimport Node, Reader, Writer, ff_mac_key, ff_mac_stream
 
 
 # The variants of one payload kind. A kind without variants (Metrics) has one node and no index on the wire.
@@ -36,7 +36,7 @@ cdef class Table:
     cdef int plan_columns(self) except -1
     cdef const Entry* look_up(self, void* cls) noexcept
     cdef const Entry* find(self, object message) except NULL
-    cdef object key(self, const uint8_t* text, Py_ssize_t n)
+    cdef object key(self, Reader* r, Py_ssize_t n)
 
 
 cdef class Input:

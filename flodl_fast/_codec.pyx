@@ -61,7 +61,16 @@ cdef extern from *:
         PyMemberDef *member = ((PyMemberDescrObject *)descriptor)->d_member;
         return member->type == T_OBJECT_EX ? member->offset : -1;
     }
+
+    /* A dict that need not grow while n items come in; CPython exports what it uses itself up to 3.13. */
+    #if PY_VERSION_HEX < 0x030E0000 && !defined(PYPY_VERSION)
+    PyAPI_FUNC(PyObject *) _PyDict_NewPresized(Py_ssize_t n);
+    #define ff_dict_for(n) ((n) > 5 ? _PyDict_NewPresized(n) : PyDict_New())
+    #else
+    #define ff_dict_for(n) PyDict_New()
+    #endif
     """
+    dict ff_dict_for(Py_ssize_t n)
     Py_ssize_t ff_slot_offset(object descriptor)
 
     # Objects as bare pointers, where each reference is handed on at once.
@@ -86,10 +95,11 @@ cdef extern from *:
     PyObject* PyErr_Occurred()
     void PyErr_Clear()
     const char* PyUnicode_AsUTF8AndSize(PyObject*, Py_ssize_t*)
-    object PyUnicode_DecodeUTF8(const char*, Py_ssize_t, const char*)
-    bint PyUnicode_IS_COMPACT_ASCII(object)
-    const void* PyUnicode_DATA(object)
-    Py_ssize_t PyUnicode_GET_LENGTH(object)
+    PyObject* PyUnicode_DecodeUTF8(const char*, Py_ssize_t, const char*)
+    bint PyUnicode_CheckExact(PyObject*)
+    bint PyUnicode_IS_COMPACT_ASCII(PyObject*)
+    const void* PyUnicode_DATA(PyObject*)
+    Py_ssize_t PyUnicode_GET_LENGTH(PyObject*)
     int _PyBytes_Resize(PyObject**, Py_ssize_t) except -1
     PyObject* PyBytes_NewOwned "PyBytes_FromStringAndSize"(const char*, Py_ssize_t) except NULL
     char* PyBytes_Start "PyBytes_AS_STRING"(PyObject*)
@@ -105,8 +115,8 @@ cdef extern from *:
     PyObject* PySequence_Item "PySequence_Fast_GET_ITEM"(PyObject*, Py_ssize_t)
     Py_ssize_t PySequence_Length "PySequence_Fast_GET_SIZE"(PyObject*)
     bint PyDict_Next(PyObject*, Py_ssize_t*, PyObject**, PyObject**)
-    Py_ssize_t PyDict_Size(PyObject*) except -1
-    int PyDict_SetPair "PyDict_SetItem"(object, object, PyObject*) except -1
+    Py_ssize_t PyDict_GET_SIZE(PyObject*)
+    int PyDict_SetPair "PyDict_SetItem"(object, object, PyObject*)
     void Py_IncRef "Py_INCREF"(PyObject*)
     void Py_DecRef "Py_DECREF"(PyObject*)
     void Py_XDecRef "Py_XDECREF"(PyObject*)
@@ -130,6 +140,7 @@ DEF HEADER = 24             # a control frame's header
 DEF MUX_HEADER = 25
 DEF QUIET = 16384           # bytes from which on the GIL is released around a MAC
 DEF BATCH = 32              # frames looked at together
+DEF KEY_SIZE = 40           # bytes of the longest map key that is worth keeping
 
 cdef uint32_t CONTROL_MAGIC = MAGIC_CONTROL_FRAME
 cdef uint32_t MUX_MAGIC = MAGIC_MUX
@@ -158,7 +169,7 @@ cdef class Table:
         self.revision = revision
         self.alive = []
         self.columns = {}
-        self.keys = [None] * 256
+        self.keys = [None] * 256            # by eight bits of a hash
         layouts = []
         for name, (kind, union) in _messages.PAYLOADS.items():
             variants = [cls for cls, since in variants_of(union) if since is None or not revision < since]
@@ -257,20 +268,23 @@ cdef class Table:
             at = (at + 1) & 255
         return &self.entries[at]
 
-    cdef object key(self, const uint8_t* text, Py_ssize_t n):
-        """The str of these bytes, a cached one where the same key was read lately."""
-        cdef uint32_t h = <uint32_t>n
+    cdef object key(self, Reader* r, Py_ssize_t n):
+        """The str of the next n bytes, at most KEY_SIZE; a cached one where the same key was read lately."""
+        cdef const uint8_t* text = r.p
+        cdef uint64_t h = n, word
         cdef Py_ssize_t i
-        if n > 40:
-            return PyUnicode_DecodeUTF8(<const char*>text, n, NULL)
-        for i in range(n):
-            h = (h ^ text[i]) * 16777619u
-        h = (h ^ h >> 15) & 255
-        found = self.keys[h]
-        if (found is not None and PyUnicode_IS_COMPACT_ASCII(found) and PyUnicode_GET_LENGTH(found) == n
-                and memcmp(PyUnicode_DATA(found), text, n) == 0):
+        for i in range(0, n - 7, 8):
+            h = (h ^ ff_load64(text + i)) * 0x9E3779B97F4A7C15u
+        word = 0
+        memcpy(&word, text + (n & ~<Py_ssize_t>7), n & 7)
+        h = (h ^ word) * 0x9E3779B97F4A7C15u >> 56
+        found = <object>PyList_GET_ITEM(<PyObject*>self.keys, h)
+        if (found is not None and PyUnicode_IS_COMPACT_ASCII(<PyObject*>found)
+                and PyUnicode_GET_LENGTH(<PyObject*>found) == n
+                and memcmp(PyUnicode_DATA(<PyObject*>found), text, n) == 0):
+            r.p += n
             return found
-        found = PyUnicode_DecodeUTF8(<const char*>text, n, NULL)
+        found = take_text(r, n, PyUnicode_DecodeUTF8(<const char*>text, n, NULL))
         self.keys[h] = found
         return found
 
@@ -475,22 +489,25 @@ cdef int write_signed(Writer* w, PyObject* value) except -1:
     return write_varint(w, 2 * plain if plain >= 0 else -2 * plain - 1)
 
 
-cdef int write_float(Writer* w, const Node* t, PyObject* value) except -1:
-    cdef double x
-    cdef object plain
-    if PyFloat_Check(value):
-        x = PyFloat_AS_DOUBLE(value)
-    else:
-        plain = to_scalar(w, <object>value, False)
-        try:
-            x = plain
-        except OverflowError:
-            raise bad_value(w, f"{plain} is too large for a float") from None
+cdef double to_float(Writer* w, PyObject* value) except? -1:
+    cdef object plain = to_scalar(w, <object>value, False)
+    try:
+        return plain
+    except OverflowError:
+        raise bad_value(w, f"{plain} is too large for a float") from None
+
+
+cdef inline int write_f64(Writer* w, PyObject* value) except -1:
+    cdef double x = PyFloat_AS_DOUBLE(value) if PyFloat_Check(value) else to_float(w, value)
     reserve(w, 8)
-    if t.op == F64:
-        ff_store_f64(w.p, x)
-        w.p += 8
-        return 0
+    ff_store_f64(w.p, x)
+    w.p += 8
+    return 0
+
+
+cdef int write_f32(Writer* w, PyObject* value) except -1:
+    cdef double x = PyFloat_AS_DOUBLE(value) if PyFloat_Check(value) else to_float(w, value)
+    reserve(w, 4)
     if isinf(<float>x) and not isinf(x):
         raise bad_value(w, f"{x} is too large for a 32-bit float")
     ff_store_f32(w.p, x)
@@ -498,7 +515,17 @@ cdef int write_float(Writer* w, const Node* t, PyObject* value) except -1:
     return 0
 
 
-cdef int write_text(Writer* w, PyObject* value) except -1:
+cdef inline int write_text(Writer* w, PyObject* value) except -1:
+    cdef Py_ssize_t n
+    if PyUnicode_CheckExact(value) and PyUnicode_IS_COMPACT_ASCII(value):
+        n = PyUnicode_GET_LENGTH(value)
+        write_varint(w, n)
+        return write_raw(w, PyUnicode_DATA(value), n)
+    return write_wide_text(w, value)
+
+
+cdef int write_wide_text(Writer* w, PyObject* value) except -1:
+    """Text that is not plain ASCII, or no text at all."""
     cdef Py_ssize_t n = 0
     cdef const char* text
     if not PyUnicode_Check(value):
@@ -546,7 +573,10 @@ cdef int write_items(Writer* w, const Node* t, PyObject* value) except -1:
         if PySequence_Length(value) != n:
             raise bad_value(w, "changed its length while it was encoded")
         item = <object>PySequence_Item(value, i)
-        write_value(w, t.child if t.op == LIST else &t.child[i], <PyObject*>item)
+        if t.child.op == F64 and t.op == LIST:
+            write_f64(w, <PyObject*>item)
+        else:
+            write_value(w, t.child if t.op == LIST else &t.child[i], <PyObject*>item)
     w.where = here.up
     return 0
 
@@ -559,7 +589,7 @@ cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
     cdef object owned = <object>value, owned_key, owned_item
     if not PyDict_Check(value):
         raise bad_type(w, "a dict", <object>value)
-    n = PyDict_Size(value)
+    n = PyDict_GET_SIZE(value)
     write_varint(w, n)
     here.up = w.where
     here.node = t
@@ -569,9 +599,12 @@ cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
         owned_key, owned_item = <object>key, <object>item
         here.key = key
         write_text(w, key)
-        write_value(w, &t.child[1], item)
+        if t.child[1].op == F64:
+            write_f64(w, item)
+        else:
+            write_value(w, &t.child[1], item)
         written += 1
-        if written > n or PyDict_Size(value) != n:
+        if written > n or PyDict_GET_SIZE(value) != n:
             raise bad_value(w, "changed its size while it was encoded")
     w.where = here.up
     return 0
@@ -612,7 +645,7 @@ cdef int write_struct(Writer* w, const Node* t, PyObject* message) except -1:
 cdef int write_value(Writer* w, const Node* t, PyObject* value) except -1:
     cdef int op = t.op
     if op == F64:
-        return write_float(w, t, value)
+        return write_f64(w, value)
     elif op == U64 or op == U8 or op == U16 or op == U32:
         return write_unsigned(w, t, value)
     elif op == OPT:
@@ -635,7 +668,7 @@ cdef int write_value(Writer* w, const Node* t, PyObject* value) except -1:
     elif op == BYTES or op == FIXED:
         return write_bytes(w, t, value)
     elif op == F32:
-        return write_float(w, t, value)
+        return write_f32(w, value)
     elif op == I32:
         return write_signed(w, value)
     return write_later(w, value)
@@ -689,7 +722,7 @@ cdef inline Py_ssize_t read_count(Reader* r, Py_ssize_t least) except -1:
     """The number of items that follow, checked against what is left before anything is allocated for them."""
     cdef const uint8_t* at = r.p
     cdef uint64_t n = read_varint(r, 0xFFFFFFFFFFFFFFFF)
-    if n > <uint64_t>(r.end - r.p) // least:
+    if n > <uint64_t>(r.end - r.p) or n * least > <uint64_t>(r.end - r.p):
         raise bad_payload(r, at, f"{n} items of at least {least} bytes announced, {r.end - r.p} bytes left")
     return n
 
@@ -720,12 +753,24 @@ cdef inline int32_t unzigzag(uint64_t x) noexcept:
 cdef object read_text(Reader* r, Table table):
     """A str; its keys come from the table's cache where a table is given."""
     cdef Py_ssize_t n = read_count(r, 1)
-    cdef const uint8_t* at = r.p
+    cdef PyObject* text
+    if table is not None and n <= KEY_SIZE:
+        return table.key(r, n)
+    text = PyUnicode_DecodeUTF8(<const char*>r.p, n, NULL)
+    return take_text(r, n, text)
+
+
+cdef inline object take_text(Reader* r, Py_ssize_t n, PyObject* text):
+    """The text just decoded from the next n bytes; NULL and an exception set where they are not UTF-8."""
+    if text is NULL:
+        try:
+            raise_pending()
+        except UnicodeDecodeError as error:
+            raise bad_payload(r, r.p + <Py_ssize_t>error.start, f"text is not UTF-8: {error.reason}") from None
     r.p += n
-    try:
-        return PyUnicode_DecodeUTF8(<const char*>at, n, NULL) if table is None else table.key(at, n)
-    except UnicodeDecodeError as error:
-        raise bad_payload(r, at + <Py_ssize_t>error.start, f"text is not UTF-8: {error.reason}") from None
+    decoded = <object>text
+    Py_DecRef(text)
+    return decoded
 
 
 cdef object read_list(Reader* r, const Node* t, Table table):
@@ -758,12 +803,19 @@ cdef object read_tuple(Reader* r, const Node* t, Table table):
     return items
 
 
+cdef int raise_pending() except -1:
+    """Let the exception through that a C function has set."""
+    return -1
+
+
 cdef object read_map(Reader* r, const Node* t, Table table):
     cdef Where here
     cdef Py_ssize_t i, n = read_count(r, t.child[0].least + t.child[1].least)
-    cdef dict items = {}
+    # A count is only as good as the bytes that follow: past some size let the dict grow with them.
+    cdef dict items = ff_dict_for(min(n, 1024))
     cdef object key
     cdef PyObject* value
+    cdef int error
     here.up = r.where
     here.node = t
     r.where = &here
@@ -773,10 +825,10 @@ cdef object read_map(Reader* r, const Node* t, Table table):
         key = read_text(r, table)
         here.key = <PyObject*>key
         value = read_value(r, &t.child[1], table)
-        try:
-            PyDict_SetPair(items, key, value)
-        finally:
-            Py_DecRef(value)
+        error = PyDict_SetPair(items, key, value)
+        Py_DecRef(value)
+        if error:
+            raise_pending()
     r.where = here.up
     return items
 
@@ -947,7 +999,7 @@ cdef class FrameCodec:
         self.revision = supported_revision(revision)
         self.table = table_of(self.revision)
         self.control_version, _, self.mux_version = VERSIONS[self.revision]
-        for name, value, most in (("max_payload", max_payload, 0xFFFFFFFF), ("max_tensors", max_tensors, 0xFFFFFFFF),
+        for name, value, most in (("max_payload", max_payload, 0xFFFFFFFF - HEADER), ("max_tensors", max_tensors, 0xFFFFFFFF),
                                   ("frame_ceiling", frame_ceiling, 0x7FFFFFFFFFFFFFFF)):
             if not 0 < value <= most:
                 raise ValueError(f"{name} must be from 1 to {most}, got {value}")
@@ -1526,8 +1578,8 @@ cdef class Records:
         if not plain:
             self.gathered[variant] = []
             return 0
-        # No more frames than this can follow; pages never written cost nothing.
-        array = np.zeros((self.scan.source.n - self.scan.at) // least, dtype)
+        # No more whole frames than this can follow, and one that turns out too short; unwritten pages cost nothing.
+        array = np.zeros((self.scan.source.n - self.scan.at) // least + 1, dtype)
         self.gathered[variant] = array
         self.next[variant] = <char*><uintptr_t>array.ctypes.data
         return 0

@@ -22,13 +22,13 @@ CONTROL_HEADER = 24  # magic, version, MAC, kind, payload length
 MUX_HEADER = 25  # magic, version, kind, rank, payload length, MAC
 ROUND_HEADER = 17  # magic, tensor count, kind, weight
 LENGTH_PREFIX = 4
+MAX_PREFIX = 2**32 - 1
 
 # Limits: local, not negotiated, each a keyword of Codec (§3, §6, §7).
 MAX_PAYLOAD = 16 << 20
 MAX_TENSORS = 65536
 FRAME_CEILING = 1 << 30
 MIN_FRAME_CEILING = 64 << 20
-MAX_NDIM = 255
 
 SALT_SIZE = 16
 RESERVED_RANK = 2**64 - 1
@@ -130,3 +130,22 @@ def parse_salt(salt: bytes | str) -> bytes:
     if len(raw) != SALT_SIZE:
         raise ValueError(f"a salt is {SALT_SIZE} bytes, got {len(raw)}")
     return raw
+
+
+# Channels and their deadlines, in seconds (§1, §7); * is scaled by FLODL_NET_TIMEOUT_SCALE.
+MAGIC_CHANNEL_RENDEZVOUS = 0xF10D17E0
+MAGIC_CHANNEL_DATA = 0xF10D17E1
+MAGIC_CHANNEL_CONTROL = 0xF10D17E2
+MAGIC_CHANNEL_JOIN = 0xF10D17E3
+
+CONNECT_ATTEMPTS = 60  # *
+CONNECT_PAUSE = 0.5
+FIRST_BYTES = 5  # * for the magic on the controller's port
+HANDSHAKE = 10
+WRITE_STALL = 30  # *
+REDUCE_REPLY = 120  # * each read
+STARVATION = 60  # inside a frame
+LIVENESS = 30  # * control frames to a rank, timing frames from one
+DIAL_IN = 60  # * until the relays cover the world
+JOIN_HELLO = 10  # * the controller's wait
+JOIN_REPLY = 30  # * the agent's wait

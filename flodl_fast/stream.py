@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ._round import RoundMeter, TensorLayout
-from .errors import FlodlError, LimitError, TruncatedError
+from .errors import EncodeError, FlodlError, LimitError, TruncatedError
 from .frames import Codec
-from .protocol import LENGTH_PREFIX
+from .protocol import LENGTH_PREFIX, MAX_PREFIX
 
 __all__ = ["FrameReader", "FrameWriter"]
 
@@ -151,6 +151,8 @@ class FrameWriter:
         if not self._prefixed:
             return self._codec.encode_round(item)
         layout = TensorLayout.of(item.tensors)
+        if layout.frame_size > MAX_PREFIX:
+            raise EncodeError(f"a round frame of {layout.frame_size} bytes does not fit a length prefix of 32 bits")
         data = bytearray(LENGTH_PREFIX + layout.frame_size)
         data[:LENGTH_PREFIX] = layout.frame_size.to_bytes(LENGTH_PREFIX, "little")
         with memoryview(data) as whole, whole[LENGTH_PREFIX:] as body:
