@@ -45,8 +45,8 @@ INLINE float wire_f32(const uint8_t *p)
 
 /* The ends of arrays that no vector fits. */
 
-static void fold_plain(float *out, int resume, const uint8_t *const *in, size_t frames, size_t from, size_t to,
-                       float scale)
+static void fold_plain(float *out, int resume, const uint8_t *const *in, size_t frames, size_t from,
+                       size_t to, float scale)
 {
     for (size_t i = from; i < to; i++) {
         float sum = resume ? out[i] : 0.0f;
@@ -69,7 +69,8 @@ static void swap32_plain(uint8_t *dst, const uint8_t *src, size_t from, size_t t
 typedef struct {
     const char *name;
     int (*usable)(void);
-    /* out = (start + in[0] + in[1] + ...) * scale, where start is zero or, to resume, out itself. */
+    /* out = (start + in[0] + in[1] + ...) * scale, where start is zero or, to resume, out itself. stream
+     * and copy ask for stores past the caches, for results of at least a cache line. */
     void (*fold)(float *out, int resume, const uint8_t *const *in, size_t frames, size_t n, float scale,
                  int stream);
     size_t (*first_nonfinite)(const uint8_t *data, size_t n);

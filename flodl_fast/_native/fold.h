@@ -31,8 +31,8 @@ void ff_swap32(uint8_t *dst, const uint8_t *src, size_t n);
 
 /* Kernels. "portable" is in use until ff_fold_use(NULL) picks the best one, once, before other threads
  * call anything here. */
-const char *ff_fold_kernels(void);   /* names usable on this CPU, best first: "avx512,avx2,portable" */
-const char *ff_fold_kernel(void);    /* the name in use */
-int ff_fold_use(const char *name);   /* NULL: the best; 0, or -1 when the name is unknown or unusable here */
+const char *ff_fold_kernels(void); /* names usable on this CPU, best first: "avx2,portable" */
+const char *ff_fold_kernel(void);  /* the name in use */
+int ff_fold_use(const char *name); /* NULL: the best; 0, or -1: unknown or unusable here */
 
 #endif

@@ -60,7 +60,7 @@ TARGET static void NAME(fold)(float *out, int resume, const uint8_t *const *in, 
 {
     size_t i = 0;
     if (STREAMS && stream) {
-        i = TO_LINE(out) / 4 < n ? TO_LINE(out) / 4 : n;
+        i = TO_LINE(out) / 4;
         fold_plain(out, resume, in, frames, 0, i, scale);
         for (; i + WIDTH * LANES <= n; i += WIDTH * LANES)
             NAME(fold_block)(out, resume, in, frames, i, scale, WIDTH, 1);
@@ -109,7 +109,7 @@ TARGET static void NAME(copy)(void *dst, const void *src, size_t length)
     uint8_t *to = dst;
     const uint8_t *from = src;
     if (STREAMS) {
-        const size_t head = TO_LINE(to) < length ? TO_LINE(to) : length;
+        const size_t head = TO_LINE(to);
         memcpy(to, from, head);
         to += head, from += head, length -= head;
         for (; length >= WIDTH * BYTES; to += WIDTH * BYTES, from += WIDTH * BYTES, length -= WIDTH * BYTES)

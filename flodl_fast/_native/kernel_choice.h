@@ -1,8 +1,9 @@
 /* The choice between a file's kernels, included once they are defined, with
  *
  *   kernel     a struct type with const char *name and int (*usable)(void)
- *   KERNELS    initialiser for an array of pointers to them, best first; a CPU that runs one runs those after it
- *   NAMES      their names, separated by commas, in the same order
+ *   KERNELS    initialiser for an array of pointers to them, best first: a CPU that can run one can run
+ *              those after it
+ *   NAMES      their names in the same order, separated by commas
  *   PORTABLE   the one that runs everywhere
  *   PUBLIC(x)  the public name for x
  */

@@ -513,7 +513,8 @@ TARGET static void hardware_finish_pair(uint8_t a_digest[32], const ending *a, u
 }
 
 static const kernel HARDWARE_KERNEL = {
-    HARDWARE, hardware_usable, hardware_compress, hardware_compress_pair, hardware_finish, hardware_finish_pair,
+    HARDWARE,        hardware_usable,      hardware_compress, hardware_compress_pair,
+    hardware_finish, hardware_finish_pair,
 };
 
 #define KERNELS {&HARDWARE_KERNEL, &PORTABLE}
@@ -565,8 +566,8 @@ void ff_mac8(const ff_mac_key *key, const uint8_t *data, size_t length, uint8_t 
     memcpy(tag, digest, FF_TAG_BYTES);
 }
 
-void ff_mac8_pair(const ff_mac_key *key, const uint8_t *a, size_t a_length, const uint8_t *b, size_t b_length,
-                  uint8_t a_tag[FF_TAG_BYTES], uint8_t b_tag[FF_TAG_BYTES])
+void ff_mac8_pair(const ff_mac_key *key, const uint8_t *a, size_t a_length, const uint8_t *b,
+                  size_t b_length, uint8_t a_tag[FF_TAG_BYTES], uint8_t b_tag[FF_TAG_BYTES])
 {
     const size_t a_blocks = a_length / BLOCK, b_blocks = b_length / BLOCK;
     const size_t both = a_blocks < b_blocks ? a_blocks : b_blocks;

@@ -1,4 +1,4 @@
-/* HMAC-SHA256 cut to its first 8 digest bytes: the tag on every frame (docs/wire.md §1).
+/* HMAC-SHA256 cut to its first 8 digest bytes: the tag on every frame (MAC8 in docs/wire.md).
  *
  * The key's two padded blocks are compressed once per key, so a message of up to 55 bytes costs two
  * compressions. Nothing allocates, fails or keeps state of its own; keys are read only and may be
@@ -29,8 +29,8 @@ void ff_mac_key_init(ff_mac_key *key, const uint8_t *salt, size_t length);
 void ff_mac8(const ff_mac_key *key, const uint8_t *data, size_t length, uint8_t tag[FF_TAG_BYTES]);
 
 /* Tag two messages under one key, their compressions interleaved where the CPU gains by it. */
-void ff_mac8_pair(const ff_mac_key *key, const uint8_t *a, size_t a_length, const uint8_t *b, size_t b_length,
-                  uint8_t a_tag[FF_TAG_BYTES], uint8_t b_tag[FF_TAG_BYTES]);
+void ff_mac8_pair(const ff_mac_key *key, const uint8_t *a, size_t a_length, const uint8_t *b,
+                  size_t b_length, uint8_t a_tag[FF_TAG_BYTES], uint8_t b_tag[FF_TAG_BYTES]);
 
 /* Tag a message that comes in pieces: begin, any number of updates, end. */
 void ff_mac_begin(ff_mac_stream *stream, const ff_mac_key *key);
@@ -49,8 +49,8 @@ int ff_mac_equal(const uint8_t a[FF_TAG_BYTES], const uint8_t b[FF_TAG_BYTES]);
 
 /* Kernels. "portable" is in use until ff_sha256_use(NULL) picks the best one, once, before other threads
  * call anything here. */
-const char *ff_sha256_kernels(void);   /* names usable on this CPU, best first: "shani,portable" */
-const char *ff_sha256_kernel(void);    /* the name in use */
-int ff_sha256_use(const char *name);   /* NULL: the best; 0, or -1 when the name is unknown or unusable here */
+const char *ff_sha256_kernels(void); /* names usable on this CPU, best first: "shani,portable" */
+const char *ff_sha256_kernel(void);  /* the name in use */
+int ff_sha256_use(const char *name); /* NULL: the best; 0, or -1: unknown or unusable here */
 
 #endif

@@ -167,6 +167,21 @@ static void check_known_answers(void)
               "9f0e7e73ea8c1444");
 }
 
+/* A stream made to believe that 2^60 + 2^33 bytes have passed, against an independent SHA-256. */
+static void check_bit_length(void)
+{
+    uint8_t salt[16], expected[8], tag[8];
+    ff_mac_key key;
+    ff_mac_stream stream;
+    ff_mac_key_init(&key, salt, from_hex(salt, "00112233445566778899aabbccddeeff"));
+    ff_mac_begin(&stream, &key);
+    stream.length += ((uint64_t)1 << 60) + ((uint64_t)1 << 33);
+    ff_mac_update(&stream, (const uint8_t *)"abc", 3);
+    ff_mac_end(&stream, &key, tag);
+    from_hex(expected, "b7b9a37bb567b9bd");
+    CHECK(!memcmp(tag, expected, 8), "the bit length of a long stream");
+}
+
 static void check_every_length_and_alignment(void)
 {
     uint8_t digest[32], tag[8];
@@ -188,7 +203,8 @@ static void check_pairs(void)
     uint8_t a_tag[8], b_tag[8];
     for (size_t a_length = 0; a_length <= 200; a_length++)
         for (size_t b_length = 0; b_length <= 200; b_length++) {
-            area a = input(message, a_length, a_length % 64), b = input(message, b_length, (a_length + 7) % 64);
+            area a = input(message, a_length, a_length % 64);
+            area b = input(message, b_length, (a_length + 7) % 64);
             ff_mac8_pair(&the_key, a.data, a_length, b.data, b_length, a_tag, b_tag);
             CHECK(!memcmp(a_tag, short_digests[a_length], 8) && !memcmp(b_tag, short_digests[b_length], 8),
                   "pair of %zu and %zu", a_length, b_length);
@@ -275,6 +291,7 @@ static void check_equal(void)
 static void check_sha256_kernel(void)
 {
     check_known_answers();
+    check_bit_length();
     check_every_length_and_alignment();
     check_pairs();
     check_streams();
@@ -418,8 +435,12 @@ static void check_add_and_scale(size_t n, size_t in_alignment)
 
 static void check_first_nonfinite(size_t n)
 {
-    static const uint32_t NONFINITE[] = {0x7f800000, 0xff800000, 0x7fc00000, 0xffc00000, 0x7f800001, 0xffffffff};
-    static const uint32_t FINITE[] = {0x7f7fffff, 0xff7fffff, 0x00000000, 0x80000000, 0x007fffff, 0x3f800000};
+    static const uint32_t NONFINITE[] = {
+        0x7f800000, 0xff800000, 0x7fc00000, 0xffc00000, 0x7f800001, 0xffffffff,
+    };
+    static const uint32_t FINITE[] = {
+        0x7f7fffff, 0xff7fffff, 0x00000000, 0x80000000, 0x007fffff, 0x3f800000,
+    };
     uint32_t *values = random_values(n);
     area in = input(values, 4 * n, n % 64);
     for (size_t i = 0; i < n; i++)
@@ -431,7 +452,7 @@ static void check_first_nonfinite(size_t n)
         to_wire(in.data + 4 * i, &NONFINITE[random32() % 6], 1);
         CHECK(ff_first_nonfinite_f32(in.data, n) == i, "the one non-finite value %zu of %zu", i, n);
         to_wire(in.data + 4 * later, &NONFINITE[random32() % 6], 1);
-        CHECK(ff_first_nonfinite_f32(in.data, n) == i, "the non-finite values %zu and %zu of %zu", i, later, n);
+        CHECK(ff_first_nonfinite_f32(in.data, n) == i, "the first non-finite value, %zu of %zu", i, n);
         to_wire(in.data + 4 * later, &values[later], 1);
         to_wire(in.data + 4 * i, &values[i], 1);
     }
@@ -443,7 +464,8 @@ static void check_copy(size_t length, size_t dst_alignment, size_t src_alignment
 {
     area src = input(message, length, src_alignment), dst = output(length, dst_alignment);
     ff_copy(dst.data, src.data, length);
-    CHECK(!memcmp(dst.data, message, length), "copy of %zu from %zu to %zu", length, src_alignment, dst_alignment);
+    CHECK(!memcmp(dst.data, message, length), "copy of %zu from %zu to %zu", length, src_alignment,
+          dst_alignment);
     CHECK(guards_hold(&dst), "copy of %zu to %zu writes outside", length, dst_alignment);
     free(src.memory);
     free(dst.memory);
