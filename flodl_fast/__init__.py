@@ -26,6 +26,7 @@ from .jsonform import from_json, to_json
 from .messages import *  # noqa: F403
 from .protocol import MsgKind, MuxKind, Revision, RoundKind
 from .rounds import (
+    RoundFold,
     RoundFrame,
     TensorLayout,
     frame_ceiling,
@@ -47,6 +48,7 @@ __all__ = [
     "MuxKind",
     "MuxRecord",
     "Revision",
+    "RoundFold",
     "RoundFrame",
     "RoundKind",
     "TensorLayout",

@@ -10,11 +10,13 @@ from .protocol import RoundKind
 __all__ = [
     "RoundMeter",
     "TensorLayout",
+    "add_tensors",
     "arrays_of",
     "decode_round",
     "encode_round",
     "first_nonfinite",
     "fold_kernel",
+    "scale_tensors",
     "sum_tensors",
 ]
 
@@ -49,6 +51,9 @@ class TensorLayout:
     def encode(
         self, codec: FrameCodec, arrays: Iterable[Any], kind: RoundKind | int, weight: float, out: Buffer
     ) -> int: ...
+    def parts(
+        self, codec: FrameCodec, arrays: Iterable[Any], kind: RoundKind | int, weight: float
+    ) -> list[memoryview]: ...
     def decode_into(
         self, codec: FrameCodec, buffer: Buffer, arrays: Iterable[Any], *, trailing: str = "ignore"
     ) -> tuple[RoundKind, float]: ...
@@ -68,6 +73,8 @@ def encode_round(
 def decode_round(
     codec: FrameCodec, buffer: Buffer, copy: bool, out: Iterable[Any] | None, finite: bool, trailing: str
 ) -> tuple[list[np.ndarray], RoundKind, float]: ...
+def add_tensors(sums: Sequence[np.ndarray], tensors: Iterable[Any], names: Sequence[Any]) -> None: ...
+def scale_tensors(sums: Sequence[np.ndarray], scale: float) -> None: ...
 def first_nonfinite(array: np.ndarray) -> int | None: ...
-def sum_tensors(frames: Sequence[Iterable[Any]], ranks: Sequence[int], scale: float | None) -> list[np.ndarray]: ...
+def sum_tensors(frames: Sequence[Iterable[Any]], ranks: Sequence[Any], scale: float | None) -> list[np.ndarray]: ...
 def fold_kernel() -> tuple[str, list[str]]: ...

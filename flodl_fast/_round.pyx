@@ -11,15 +11,18 @@ import numpy as np
 __all__ = [
     "RoundMeter",
     "TensorLayout",
+    "add_tensors",
     "arrays_of",
     "decode_round",
     "encode_round",
     "first_nonfinite",
     "fold_kernel",
+    "scale_tensors",
     "sum_tensors",
 ]
 
 cimport numpy as cnp
+from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.memoryview cimport PyMemoryView_FromObject
@@ -47,6 +50,8 @@ from flodl_fast.protocol import DTYPE_BF16, DTYPE_F32, MAGIC_ROUND, RoundKind
 
 cdef extern from "_native/fold.h" nogil:
     void ff_fold_f32(float* out, const uint8_t** inputs, size_t frames, size_t n, int scaled, float scale)
+    void ff_add_f32(float* sums, const uint8_t* values, size_t n)
+    void ff_scale_f32(float* values, size_t n, float scale)
     size_t ff_first_nonfinite_f32(const uint8_t* data, size_t n)
     void ff_copy(void* to, const void* source, size_t length)
     void ff_swap32(uint8_t* to, const uint8_t* source, size_t n)
@@ -93,10 +98,12 @@ DEF TAG = 8
 DEF F32 = 0
 DEF QUIET = 16384           # bytes from which on the GIL is released
 DEF BLOCK = 32768           # bytes copied before they are hashed: they are still in the cache
+DEF APART = 65536           # bytes from which on a tensor is worth a buffer of its own
 
 cdef uint32_t ROUND_MAGIC = MAGIC_ROUND
 cdef object WIRE_F32 = np.dtype("<f4")
 cdef object NATIVE_F32 = np.dtype(np.float32)
+cdef bint WIRE_IS_NATIVE = WIRE_F32.isnative
 cdef dict DTYPE_NAMES = {DTYPE_F32: "float32", DTYPE_BF16: "bfloat16"}
 
 
@@ -328,6 +335,60 @@ cdef class TensorLayout:
         """
         return write_round(codec, self, arrays_of(arrays), kind, weight, out, 0)
 
+    def parts(self, FrameCodec codec, arrays, kind, weight):
+        """The frame of these arrays as a list of buffers to send one after the other, with ``sendmsg`` for instance.
+
+        Large tensors are not copied: their buffers are the arrays' own memory, which must stay as it is until all is
+        sent. What is between them is joined.
+
+        Args and errors:
+            as ``encode``.
+        """
+        cdef tuple held = arrays_of(arrays)
+        cdef double mass = check_weight(weight)
+        cdef uint8_t kind_byte = check_kind(kind)
+        cdef Piece* pieces
+        cdef Py_ssize_t i, n, small = HEAD + TAG + len(self.heads), at = HEAD, start = 0
+        cdef const Tensor* t
+        cdef uint8_t* p
+        cdef ff_mac_stream stream
+        cdef list buffers = []
+        check_limits(codec, self)
+        pieces = <Piece*>PyMem_Malloc((self.count or 1) * sizeof(Piece))
+        if pieces is NULL:
+            raise MemoryError()
+        try:
+            locate(self, held, pieces, False, "the array")
+            for i in range(self.count):
+                if not stands_apart(&pieces[i]):
+                    small += pieces[i].nbytes
+            joined = bytearray(small)
+            whole = memoryview(joined)
+            p = <uint8_t*>PyByteArray_AS_STRING(joined)
+            write_head(p, self, kind_byte, mass)
+            codec.mac_begin(&stream)
+            for i in range(self.count):
+                t = &self.tensors[i]
+                n = head_size(t.head)
+                memcpy(p + at, t.head, n)
+                at += n
+                if stands_apart(&pieces[i]):
+                    buffers.append(whole[start:at])
+                    buffers.append(memoryview(held[i]).cast("B"))
+                    with nogil:
+                        codec.mac_update(&stream, p + start, at - start)
+                        codec.mac_update(&stream, <const uint8_t*>pieces[i].data, t.nbytes)
+                    start = at
+                else:
+                    fill(t, &pieces[i], held[i], p + at)
+                    at += t.nbytes
+            codec.mac_update(&stream, p + start, at - start)
+            codec.mac_end(&stream, p + at)
+            buffers.append(whole[start:])
+        finally:
+            PyMem_Free(pieces)
+        return buffers
+
     def decode_into(self, FrameCodec codec, buffer, arrays, *, trailing="ignore"):
         """Decode a frame of this layout into these arrays; on any error they are as they were.
 
@@ -502,21 +563,29 @@ cdef double check_weight(weight) except -1:
     return plain
 
 
-cdef object write_round(FrameCodec codec, TensorLayout layout, tuple arrays, kind, weight, out, Py_ssize_t offset):
-    cdef double mass = check_weight(weight)
-    cdef uint8_t kind_byte
-    cdef Piece* pieces
-    cdef Output target = None
-    cdef uint8_t* frame = NULL
+cdef int check_kind(kind) except -1:
     if isinstance(kind, bool) or kind not in (0, 1):
         raise EncodeError(f"kind must be a RoundKind, got {kind!r}")
-    kind_byte = <uint8_t><int>kind
+    return kind
+
+
+cdef int check_limits(FrameCodec codec, TensorLayout layout) except -1:
     if layout.count > codec.max_tensors:
         raise EncodeError(f"{layout.count} tensors are above the limit of {codec.max_tensors} (max_tensors)")
     data = layout.size - HEAD - TAG - len(layout.heads)
     if data > codec.frame_ceiling:
         raise EncodeError(f"{data} tensor bytes are above the limit of "
                           f"{codec.frame_ceiling} (frame_ceiling)")
+    return 0
+
+
+cdef object write_round(FrameCodec codec, TensorLayout layout, tuple arrays, kind, weight, out, Py_ssize_t offset):
+    cdef double mass = check_weight(weight)
+    cdef uint8_t kind_byte = check_kind(kind)
+    cdef Piece* pieces
+    cdef Output target = None
+    cdef uint8_t* frame = NULL
+    check_limits(codec, layout)
     if out is not None:
         target = Output(out)
         frame = target.room(offset, layout.size)
@@ -530,10 +599,7 @@ cdef object write_round(FrameCodec codec, TensorLayout layout, tuple arrays, kin
             result = PyBytes_FromStringAndSize(NULL, layout.size)
             frame = <uint8_t*>PyBytes_AS_STRING(result)
             ff_advise(<char*>frame, layout.size)
-        ff_store32(frame, ROUND_MAGIC)
-        ff_store32(frame + 4, <uint32_t>layout.count)
-        frame[8] = kind_byte
-        ff_store_f64(frame + 9, mass)
+        write_head(frame, layout, kind_byte, mass)
         if layout.size < QUIET:
             compose(codec, layout, arrays, pieces, frame)
         else:
@@ -542,6 +608,27 @@ cdef object write_round(FrameCodec codec, TensorLayout layout, tuple arrays, kin
     finally:
         PyMem_Free(pieces)
     return result
+
+
+cdef void write_head(uint8_t* frame, TensorLayout layout, uint8_t kind, double weight) noexcept:
+    ff_store32(frame, ROUND_MAGIC)
+    ff_store32(frame + 4, <uint32_t>layout.count)
+    frame[8] = kind
+    ff_store_f64(frame + 9, weight)
+
+
+cdef inline bint stands_apart(const Piece* piece) noexcept:
+    """Whether a tensor's own memory can be sent and is worth it."""
+    return piece.data is not NULL and piece.nbytes >= APART and WIRE_IS_NATIVE
+
+
+cdef int fill(const Tensor* t, const Piece* piece, array, uint8_t* to) except -1:
+    """Write a tensor's values."""
+    if piece.data is NULL:
+        np.copyto(wire_array(t.head, to, True), array)
+    else:
+        copy_f32(to, piece.data, t.nbytes)
+    return 0
 
 
 cdef int compose(FrameCodec codec, TensorLayout layout, tuple arrays, Piece* pieces, uint8_t* frame) except -1 nogil:
@@ -725,13 +812,8 @@ def sum_tensors(frames, ranks, scale):
     cdef float factor = 1.0 if scale is None else <float><double>scale
     cdef int scaled = scale is not None
     cdef list sums = []
-    for j in range(k):
-        if len(rows[j]) != count:
-            raise TensorError(f"frame {ranks[j]} has {len(rows[j])} tensors, frame {ranks[0]} has {count}")
-        for i in range(count):
-            if rows[j][i].shape != rows[0][i].shape:
-                raise TensorError(f"frame {ranks[j]}, tensor {i}: shape {rows[j][i].shape}, "
-                                  f"frame {ranks[0]} has {rows[0][i].shape}")
+    for j in range(1, k):
+        check_match(rows[j], ranks[j], rows[0], ranks[0])
     inputs = <const uint8_t**>PyMem_Malloc(k * sizeof(uint8_t*))
     if inputs is NULL:
         raise MemoryError()
@@ -752,6 +834,44 @@ def sum_tensors(frames, ranks, scale):
     finally:
         PyMem_Free(inputs)
     return sums
+
+
+cdef int check_match(tuple arrays, name, tuple firsts, first_name) except -1:
+    cdef Py_ssize_t i
+    if len(arrays) != len(firsts):
+        raise TensorError(f"frame {name} has {len(arrays)} tensors, frame {first_name} has {len(firsts)}")
+    for i in range(len(arrays)):
+        if arrays[i].shape != firsts[i].shape:
+            raise TensorError(f"frame {name}, tensor {i}: shape {arrays[i].shape}, "
+                              f"frame {first_name} has {firsts[i].shape}")
+    return 0
+
+
+def add_tensors(sums, tensors, names):
+    """Add tensors to sums that ``sum_tensors`` made; nothing is added where they do not match.
+
+    Raises:
+        TensorError: as ``sum_tensors``; ``names`` says what to call the sums' first frame and this one.
+    """
+    cdef tuple totals = tuple(sums), arrays = arrays_of(tensors)
+    cdef cnp.ndarray total, array
+    cdef size_t n
+    check_match(arrays, names[1], totals, names[0])
+    for total, array in zip(totals, arrays):
+        array = np.asarray(array, WIRE_F32, order="C")
+        n = cnp.PyArray_SIZE(total)
+        with nogil:
+            ff_add_f32(<float*>cnp.PyArray_DATA(total), <const uint8_t*>cnp.PyArray_BYTES(array), n)
+
+
+def scale_tensors(sums, double scale):
+    """Multiply sums that ``sum_tensors`` made by a factor, rounded to float32 first."""
+    cdef cnp.ndarray total
+    cdef size_t n
+    for total in sums:
+        n = cnp.PyArray_SIZE(total)
+        with nogil:
+            ff_scale_f32(<float*>cnp.PyArray_DATA(total), n, <float>scale)
 
 
 def first_nonfinite(array):

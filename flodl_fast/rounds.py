@@ -14,6 +14,7 @@ from .errors import TensorError
 from .protocol import MIN_FRAME_CEILING, RoundKind
 
 __all__ = [
+    "RoundFold",
     "RoundFrame",
     "TensorLayout",
     "frame_ceiling",
@@ -90,25 +91,86 @@ def reduce_frames(frames: Sequence[RoundFrame | None], *, finite: bool = False) 
     return _fold([frame for _, frame in present], [rank for rank, _ in present], finite, divide=True)
 
 
+class RoundFold:
+    """Adds frames up as they arrive, so that one sum is held and not every frame.
+
+    The sums are bit for bit those of ``sum_frames`` and ``reduce_frames`` over the same frames in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._sum: RoundFrame | None = None
+        self._first: Any = None
+
+    def add(self, frame: RoundFrame, name: Any = None, *, finite: bool = False) -> None:
+        """Add one frame; on any error the sum is as it was.
+
+        Args:
+            frame: a frame that agrees with those before it in kind, tensor count and shapes.
+            name: what to call it in an error, such as its rank; by default the number of frames before it.
+            finite: refuse a NaN or an infinity.
+
+        Raises:
+            TensorError: as ``sum_frames``.
+        """
+        if self._sum is None:
+            name = 0 if name is None else name
+            _check(frame, name, frame, name, finite)
+            tensors = _round.sum_tensors([frame.tensors], [name], None)
+            self._sum, self._first, self._count = RoundFrame(tensors, frame.kind, frame.weight), name, 1
+            return
+        name = self._count if name is None else name
+        _check(frame, name, self._sum, self._first, finite)
+        _round.add_tensors(self._sum.tensors, frame.tensors, [self._first, name])
+        self._sum.weight += frame.weight
+        self._count += 1
+
+    def sum(self) -> RoundFrame:
+        """The sum so far, as ``sum_frames`` gives it; the fold starts anew."""
+        return self._take(divide=False)
+
+    def reduce(self) -> RoundFrame:
+        """The average so far, as ``reduce_frames`` gives it; the fold starts anew."""
+        return self._take(divide=True)
+
+    def _take(self, divide: bool) -> RoundFrame:
+        if self._sum is None:
+            raise TensorError(_NO_FRAME)
+        total, self._sum = self._sum, None
+        scale = _scale(total.kind, total.weight) if divide else None
+        if scale is not None:
+            _round.scale_tensors(total.tensors, scale)
+        return total
+
+
+_NO_FRAME = "no frame is there to reduce"
+
+
 def _fold(frames: list[RoundFrame], ranks: Sequence[int], finite: bool, divide: bool) -> RoundFrame:
     if not frames:
-        raise TensorError("no frame is there to reduce")
+        raise TensorError(_NO_FRAME)
     first = frames[0]
     for rank, frame in zip(ranks, frames, strict=True):
-        if frame.kind is not first.kind:
-            raise TensorError(f"frame {rank} is {frame.kind.name}, frame {ranks[0]} is {first.kind.name}")
-        for i, tensor in enumerate(frame.tensors if finite else ()):
-            at = _round.first_nonfinite(tensor)
-            if at is not None:
-                raise TensorError(f"frame {rank}, tensor {i}: {np.ravel(tensor)[at]} at element {at}")
+        _check(frame, rank, first, ranks[0], finite)
     # From the first frame's weight on: weights that are all -0.0 sum to -0.0 in the crate, unlike its tensors.
     weight = first.weight
     for frame in frames[1:]:
         weight += frame.weight
-    scale = None
-    if divide and first.kind is RoundKind.MODEL and weight > 0:
-        scale = 1.0 / weight
+    scale = _scale(first.kind, weight) if divide else None
     return RoundFrame(_round.sum_tensors([f.tensors for f in frames], ranks, scale), first.kind, weight)
+
+
+def _check(frame: RoundFrame, name: Any, first: RoundFrame, first_name: Any, finite: bool) -> None:
+    if frame.kind is not first.kind:
+        raise TensorError(f"frame {name} is {frame.kind.name}, frame {first_name} is {first.kind.name}")
+    for i, tensor in enumerate(frame.tensors if finite else ()):
+        at = _round.first_nonfinite(tensor)
+        if at is not None:
+            raise TensorError(f"frame {name}, tensor {i}: {np.ravel(tensor)[at]} at element {at}")
+
+
+def _scale(kind: RoundKind, weight: float) -> float | None:
+    """What a sum is multiplied by to be an average; None where it stays as it is."""
+    return 1.0 / weight if kind is RoundKind.MODEL and weight > 0 else None
 
 
 def gamma_mass(n: float, gamma: float = 1.0) -> float:
