@@ -27,6 +27,7 @@ cdef class Table:
     cdef Entry entries[256]
     cdef list alive                     # owns every object that the nodes point to
     cdef dict columns                   # timing variant -> (its record dtype, whether all its fields are numbers)
+    cdef dict newer                     # message classes of later revisions -> the revision
     cdef list keys                      # recently read map keys, by their bytes
 
     cdef Node* take(self, Py_ssize_t n) noexcept
@@ -44,12 +45,14 @@ cdef class Input:
     cdef const uint8_t* data
     cdef Py_ssize_t n
 
+    cdef int skip(self, Py_ssize_t offset) except -1
+
 
 cdef class Output(Input):
     cdef uint8_t* room(self, Py_ssize_t offset, Py_ssize_t n) except NULL
 
 
-cdef bint is_strict(trailing) except -1
+cpdef bint is_strict(trailing) except -1
 
 
 cdef class FrameCodec:

@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 
-__all__ = ["FrameCodec", "check_values", "family_name", "plain_number", "sha256_kernel"]
+__all__ = ["FrameCodec", "check_values", "family_name", "is_strict", "plain_number", "sha256_kernel", "whole_number"]
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -169,10 +169,16 @@ cdef class Table:
         self.revision = revision
         self.alive = []
         self.columns = {}
+        self.newer = {}
         self.keys = [None] * 256            # by eight bits of a hash
         layouts = []
         for name, (kind, union) in _messages.PAYLOADS.items():
-            variants = [cls for cls, since in variants_of(union) if since is None or not revision < since]
+            variants = []
+            for cls, since in variants_of(union):
+                if since is None or not revision < since:
+                    variants.append(cls)
+                else:
+                    self.newer[cls] = since
             layouts.append((0 if kind is None else int(kind), [struct_of(c) for c in variants or [union]], bool(variants)))
         for _, shapes, _ in layouts:
             for shape in shapes:
@@ -228,7 +234,7 @@ cdef class Table:
             for i in range(t.n):
                 part = &t.child[i]
                 part.name = self.keep(shape.names[i])
-                part.slot = ff_slot_offset(getattr(shape.cls, shape.names[i]))
+                part.slot = ff_slot_offset(getattr(shape.cls, shape.names[i], None))
                 if part.slot < 0:
                     raise TypeError(f"{shape.cls.__name__}.{shape.names[i]} is not a slot")
                 if shape.since[i] is not None and self.revision < shape.since[i]:
@@ -254,10 +260,13 @@ cdef class Table:
         cdef const Entry* found = self.look_up(Py_TYPE(message))
         if found is not NULL:
             return found
-        for base in type(message).__mro__[1:]:
+        for base in type(message).__mro__:
             found = self.look_up(<void*>base)
             if found is not NULL:
                 return found
+            if base in self.newer:
+                raise EncodeError(f"{base.__name__} needs revision {self.newer[base].value}, the codec's is "
+                                  f"{self.revision.value}")
         raise TypeError(f"{type(message).__name__} is not a message of revision {self.revision.value}")
 
     cdef const Entry* look_up(self, void* cls) noexcept:
@@ -300,6 +309,8 @@ cdef class Table:
             fields, plain = [("index", "i8")], True
             for j in range(message.n):
                 part = &message.child[j]
+                if part.op == LATER:
+                    continue
                 name = <object>part.name
                 kind = formats.get(part.op, "O")
                 if part.op == OPT and part.child.op in (F32, F64):
@@ -312,6 +323,8 @@ cdef class Table:
             message.column = dtype.itemsize
             for j in range(message.n):
                 part = &message.child[j]
+                if part.op == LATER:
+                    continue
                 part.column = dtype.fields[<object>part.name][1]
                 if part.op == OPT:
                     part.present = dtype.fields[f"{<object>part.name}_present"][1]
@@ -337,10 +350,15 @@ _tables_lock = threading.Lock()
 
 
 cdef Table table_of(revision):
-    with _tables_lock:
-        if revision not in TABLES:
-            TABLES[revision] = Table(revision)
-        return TABLES[revision]
+    """The compiled layouts of a revision, given as such or by name."""
+    found = TABLES.get(revision)
+    if found is None:
+        with _tables_lock:
+            known = supported_revision(revision)
+            if known not in TABLES:
+                TABLES[known] = TABLES[known.value] = Table(known)
+            found = TABLES[known]
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------ error texts
@@ -367,13 +385,20 @@ cdef object bad_payload(const Reader* r, const uint8_t* at, str what):
     return PayloadError(f"{where + ': ' if where else ''}{what} (payload byte {at - r.start})")
 
 
+cdef object shown(value):
+    """A value as it stands in an error: an integer of thousands of digits has no text."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    return value
+
+
 cdef object bad_value(const Writer* w, str what):
     return EncodeError(f"{path_of(w.where)}: {what}")
 
 
 cdef object bad_type(const Writer* w, str expected, object value):
-    shown = f" {value!r}" if isinstance(value, (bool, int, float, str)) and len(repr(value)) < 40 else ""
-    return TypeError(f"{path_of(w.where)}: expected {expected}, got {type(value).__name__}{shown}")
+    text = repr(shown(value)) if isinstance(value, (bool, int, float, str)) else ""
+    return TypeError(f"{path_of(w.where)}: expected {expected}, got {type(value).__name__} {text[:40]}".rstrip())
 
 
 # --------------------------------------------------------------------------------------------------- writing values
@@ -441,18 +466,34 @@ cdef inline int write_raw(Writer* w, const void* data, Py_ssize_t n) except -1:
 
 def plain_number(value, integer):
     """The plain int or float that a numeric scalar of NumPy or another array library stands for, None if it is none."""
-    if isinstance(value, bool):
+    if isinstance(value, (bool, np.timedelta64)):
         return None
     if isinstance(value, (int, np.integer)):
         return int(value)
     if isinstance(value, (float, np.floating)):
         return None if integer else float(value)
-    dtype = str(getattr(value, "dtype", ""))
+    dtype = getattr(value, "dtype", "")
+    dtype = str(getattr(dtype, "name", dtype))
     if getattr(value, "shape", None) not in ((), None) or not ("int" in dtype or "float" in dtype):
         return None
     if integer:
         return value.__index__() if "int" in dtype else None
     return float(value)
+
+
+def whole_number(value, what, least, most):
+    """The int that an integer scalar stands for.
+
+    Raises:
+        TypeError: not an integer.
+        EncodeError: outside least to most; the message starts with ``what``.
+    """
+    plain = plain_number(value, True)
+    if plain is None:
+        raise TypeError(f"{what}: expected an integer, got {type(value).__name__}")
+    if not least <= plain <= most:
+        raise EncodeError(f"{what}: expected an integer from {least} to {most}, got {shown(plain)}")
+    return plain
 
 
 cdef object to_scalar(Writer* w, object value, bint integer):
@@ -473,7 +514,7 @@ cdef int write_unsigned(Writer* w, const Node* t, PyObject* value) except -1:
         x = PyLong_AsUnsignedLongLong(value)
     if x > t.most or x == <uint64_t>-1 and PyErr_Occurred() is not NULL:
         PyErr_Clear()
-        raise bad_value(w, f"expected an integer from 0 to {t.most}, got {<object>value}")
+        raise bad_value(w, f"expected an integer from 0 to {t.most}, got {shown(<object>value)}")
     if t.op == U8:
         reserve(w, 1)
         w.p[0] = <uint8_t>x
@@ -485,16 +526,20 @@ cdef int write_unsigned(Writer* w, const Node* t, PyObject* value) except -1:
 cdef int write_signed(Writer* w, PyObject* value) except -1:
     cdef object plain = <object>value if PyLong_CheckExact(value) else to_scalar(w, <object>value, True)
     if not -0x80000000 <= plain <= 0x7FFFFFFF:
-        raise bad_value(w, f"expected an integer from {-0x80000000} to {0x7FFFFFFF}, got {plain}")
+        raise bad_value(w, f"expected an integer from {-0x80000000} to {0x7FFFFFFF}, got {shown(plain)}")
     return write_varint(w, 2 * plain if plain >= 0 else -2 * plain - 1)
 
 
 cdef double to_float(Writer* w, PyObject* value) except? -1:
     cdef object plain = to_scalar(w, <object>value, False)
+    cdef double x
     try:
-        return plain
+        x = plain
     except OverflowError:
-        raise bad_value(w, f"{plain} is too large for a float") from None
+        raise bad_value(w, f"{shown(plain)} is too large for a float") from None
+    if isinf(x) and not np.isinf(<object>value):
+        raise bad_value(w, f"{<object>value} is too large for a float")
+    return x
 
 
 cdef inline int write_f64(Writer* w, PyObject* value) except -1:
@@ -940,6 +985,14 @@ cdef class Input:
     def __dealloc__(self):
         PyBuffer_Release(&self.view)
 
+    cdef int skip(self, Py_ssize_t offset) except -1:
+        """Start at the offset."""
+        if not 0 <= offset <= self.n:
+            raise ValueError(f"offset must be from 0 to {self.n}, got {offset}")
+        self.data += offset
+        self.n -= offset
+        return 0
+
 
 cdef class Output(Input):
     """A caller's writable buffer."""
@@ -955,7 +1008,8 @@ cdef class Output(Input):
         return <uint8_t*>self.view.buf + offset
 
 
-cdef bint is_strict(trailing) except -1:
+cpdef bint is_strict(trailing) except -1:
+    """Whether ``trailing`` is "error" and not "ignore"; a ValueError where it is neither."""
     if trailing is IGNORE or trailing == "ignore":
         return False
     if trailing == "error":
@@ -993,17 +1047,15 @@ cdef struct Span:
 cdef class FrameCodec:
     """Control frames and mux records under one salt and revision. ``frames.Codec`` adds the rest."""
 
-    def __cinit__(self, salt, revision="0.6", *, Py_ssize_t max_payload=MAX_PAYLOAD,
-                  Py_ssize_t max_tensors=MAX_TENSORS, Py_ssize_t frame_ceiling=FRAME_CEILING):
+    def __cinit__(self, salt, revision="0.6", *, max_payload=MAX_PAYLOAD, max_tensors=MAX_TENSORS,
+                  frame_ceiling=FRAME_CEILING):
         cdef bytes raw = parse_salt(salt)
-        self.revision = supported_revision(revision)
-        self.table = table_of(self.revision)
+        self.table = table_of(revision)
+        self.revision = self.table.revision
         self.control_version, _, self.mux_version = VERSIONS[self.revision]
-        for name, value, most in (("max_payload", max_payload, 0xFFFFFFFF - HEADER), ("max_tensors", max_tensors, 0xFFFFFFFF),
-                                  ("frame_ceiling", frame_ceiling, 0x7FFFFFFFFFFFFFFF)):
-            if not 0 < value <= most:
-                raise ValueError(f"{name} must be from 1 to {most}, got {value}")
-        self.max_payload, self.max_tensors, self.frame_ceiling = max_payload, max_tensors, frame_ceiling
+        self.max_payload = whole_number(max_payload, "max_payload", 1, 0xFFFFFFFF - HEADER)
+        self.max_tensors = whole_number(max_tensors, "max_tensors", 1, 0xFFFFFFFF)
+        self.frame_ceiling = whole_number(frame_ceiling, "frame_ceiling", 1, (1 << 63) - 1)
         ff_mac_key_init(&self.secret, <const uint8_t*>PyBytes_AS_STRING(raw), len(raw))
 
     def __repr__(self):
@@ -1054,9 +1106,7 @@ cdef class FrameCodec:
         reserve(w, HEADER)
         w.p += HEADER
         if type(message) is Reserved:
-            kind = message.kind
-            if self.table.families[family_of(kind)].n:
-                raise EncodeError(f"Reserved.kind must be a reserved kind, got {message.kind!r}")
+            kind = whole_number(message.kind, "Reserved.kind", MsgKind.PARAM_SNAPSHOT_META, MsgKind.HEARTBEAT)
             payload = Input(message.payload)
             write_raw(w, (<Input>payload).data, (<Input>payload).n)
         else:
@@ -1118,7 +1168,7 @@ cdef class FrameCodec:
         cdef uint8_t scratch[SCRATCH]
         cdef Writer w
         if type(message) is Reserved:
-            return bytes(message.payload)
+            return bytes(memoryview(message.payload))
         w.start = w.p = scratch
         w.end = scratch + SCRATCH
         w.owner = NULL
@@ -1198,7 +1248,8 @@ cdef class FrameCodec:
             BadMagicError, VersionMismatchError, UnknownKindError, LimitError.
         """
         cdef Input source = Input(buffer)
-        return self.measure(source.data + offset, source.n - offset) or None
+        source.skip(offset)
+        return self.measure(source.data, source.n) or None
 
     # -- many frames
 
@@ -1301,11 +1352,13 @@ cdef class FrameCodec:
             while scan.fill():
                 for i in range(scan.good):
                     scan.at = scan.place(i)
+                    scan.check_left(i)
                     if scan.spans[i].kind == 2:
                         records.add(i)
                     scan.index += 1
             scan.end()
             if scan.done != scan.source.n:
+                scan.at = scan.done
                 raise TruncatedError(f"the buffer ends inside its last frame, {scan.source.n - scan.done} bytes into it")
         except DecodeError as error:
             raise scan.blame(error)
@@ -1356,7 +1409,8 @@ cdef class FrameCodec:
             BadMagicError, VersionMismatchError, LimitError.
         """
         cdef Input source = Input(buffer)
-        return self.measure_mux(source.data + offset, source.n - offset) or None
+        source.skip(offset)
+        return self.measure_mux(source.data, source.n) or None
 
     def open_record(self, buffer, *, trailing="ignore"):
         """The (MuxKind, rank, payload bytes) of a mux record (docs/wire.md §7).
@@ -1398,7 +1452,7 @@ def check_values(message, revision="0.6"):
     """Raise what encoding the message at this revision would raise, without a salt (docs/wire.md §5)."""
     cdef uint8_t scratch[SCRATCH]
     cdef Writer w
-    cdef Table table = table_of(supported_revision(revision))
+    cdef Table table = table_of(revision)
     w.start = w.p = scratch
     w.end = scratch + SCRATCH
     w.owner = NULL
@@ -1558,13 +1612,14 @@ cdef class Records:
             message = self.scan.message(i)
             row = [self.scan.index]
             for j in range(layout.n):
+                if layout.child[j].op == LATER:
+                    continue
                 value = getattr(message, <object>layout.child[j].name)
                 row.append(value)
                 if layout.child[j].op == OPT:
                     row.append(value is not None)
             (<list>self.gathered[variant]).append(tuple(row))
             return 0
-        self.scan.check_left(i)
         (<int64_t*>self.next[variant])[0] = self.scan.index
         read_record(&r, layout, self.next[variant])
         if self.scan.strict:
@@ -1612,6 +1667,8 @@ cdef int read_record(Reader* r, const Node* message, char* record) except -1:
         here.index = i
         t = &message.child[i]
         to = record + t.column
+        if t.op == LATER:
+            continue
         if t.op == OPT:
             record[t.present] = read_tag(r)
             if record[t.present]:

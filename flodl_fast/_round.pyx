@@ -98,6 +98,7 @@ DEF TAG = 8
 DEF F32 = 0
 DEF QUIET = 16384           # bytes from which on the GIL is released
 DEF BLOCK = 32768           # bytes copied before they are hashed: they are still in the cache
+DEF MOST = 1 << 62          # bytes that no frame reaches
 DEF APART = 65536           # bytes from which on a tensor is worth a buffer of its own
 
 cdef uint32_t ROUND_MAGIC = MAGIC_ROUND
@@ -141,7 +142,7 @@ cdef int walk(FrameCodec codec, const uint8_t* p, Py_ssize_t n, Walk* w, TensorL
     cdef Py_ssize_t head
     cdef double weight
     if w.at == 0:
-        if n < HEAD:
+        if n < 8:
             return 0
         if ff_load32(p) != ROUND_MAGIC:
             raise BadMagicError(f"expected a round frame's magic {ROUND_MAGIC:#x}, got {ff_load32(p):#x}")
@@ -149,8 +150,12 @@ cdef int walk(FrameCodec codec, const uint8_t* p, Py_ssize_t n, Walk* w, TensorL
         if w.tensors > <uint64_t>codec.max_tensors:
             raise LimitError(f"a round frame of {w.tensors} tensors is above the limit of {codec.max_tensors} "
                              "(max_tensors)")
+        if n < 9:
+            return 0
         if p[8] > 1:
             raise UnknownKindError(f"round frame kind {p[8]}, known are 0 (Model) and 1 (Control)")
+        if n < HEAD:
+            return 0
         weight = ff_load_f64(p + 9)
         if not (isfinite(weight) and weight >= 0):
             raise TensorError(f"a round frame's weight must be finite and not negative, got {weight}")
@@ -168,7 +173,7 @@ cdef int walk(FrameCodec codec, const uint8_t* p, Py_ssize_t n, Walk* w, TensorL
         if into is not None:
             into.append(p + w.at, w.at + head, nbytes)
         w.data += nbytes
-        w.at += head + <Py_ssize_t>nbytes
+        w.at += head + <Py_ssize_t>min(nbytes, MOST)    # more is never there, and must not wrap
         w.next += 1
     return n - w.at >= TAG
 
@@ -179,7 +184,7 @@ cdef class RoundMeter:
     cdef FrameCodec codec
     cdef Walk seen
 
-    def __cinit__(self, FrameCodec codec):
+    def __cinit__(self, FrameCodec codec not None):
         self.codec = codec
 
     def measure(self, buffer, Py_ssize_t offset=0):
@@ -190,7 +195,8 @@ cdef class RoundMeter:
         """
         cdef Input source = Input(buffer)
         cdef Py_ssize_t size
-        if not walk(self.codec, source.data + offset, source.n - offset, &self.seen, None):
+        source.skip(offset)
+        if not walk(self.codec, source.data, source.n, &self.seen, None):
             return None
         size = self.seen.at + TAG
         self.seen = Walk(0, 0, 0, 0)
@@ -248,7 +254,7 @@ cdef class TensorLayout:
         return layout_of(arrays_of(arrays))
 
     @staticmethod
-    def from_frame(FrameCodec codec, buffer):
+    def from_frame(FrameCodec codec not None, buffer):
         """The layout of a frame's tensors, the MAC checked first.
 
         Raises:
@@ -315,7 +321,7 @@ cdef class TensorLayout:
             shape[i, :len(dims)] = dims
         return shape
 
-    def encode(self, FrameCodec codec, arrays, kind, weight, out=None):
+    def encode(self, FrameCodec codec not None, arrays, kind, weight, out=None):
         """Encode the frame of these arrays, which have this layout.
 
         Args:
@@ -335,7 +341,7 @@ cdef class TensorLayout:
         """
         return write_round(codec, self, arrays_of(arrays), kind, weight, out, 0)
 
-    def parts(self, FrameCodec codec, arrays, kind, weight):
+    def parts(self, FrameCodec codec not None, arrays, kind, weight):
         """The frame of these arrays as a list of buffers to send one after the other, with ``sendmsg`` for instance.
 
         Large tensors are not copied: their buffers are the arrays' own memory, which must stay as it is until all is
@@ -358,7 +364,7 @@ cdef class TensorLayout:
         if pieces is NULL:
             raise MemoryError()
         try:
-            locate(self, held, pieces, False, "the array")
+            locate(self, held, pieces, NULL, False)
             for i in range(self.count):
                 if not stands_apart(&pieces[i]):
                     small += pieces[i].nbytes
@@ -389,7 +395,7 @@ cdef class TensorLayout:
             PyMem_Free(pieces)
         return buffers
 
-    def decode_into(self, FrameCodec codec, buffer, arrays, *, trailing="ignore"):
+    def decode_into(self, FrameCodec codec not None, buffer, arrays, *, trailing="ignore"):
         """Decode a frame of this layout into these arrays; on any error they are as they were.
 
         Args:
@@ -471,7 +477,7 @@ cdef object array_of(tensor, str where):
         raise TypeError(f"{where}: a masked array's mask has no place on the wire")
     try:
         if isinstance(tensor, np.ndarray):
-            array = tensor
+            array = np.asarray(tensor)      # a subclass has ways of its own
         elif hasattr(tensor, "__dlpack__"):
             array = np.from_dlpack(tensor)
         else:
@@ -502,6 +508,8 @@ cdef TensorLayout layout_of(tuple arrays):
                 raise EncodeError(f"tensor {i}: dimension {j} of {cnp.PyArray_DIM(array, j)} does not fit in 32 bits")
             ff_store32(p + 2 + 4 * j, <uint32_t>cnp.PyArray_DIM(array, j))
         size = head_size(p)
+        if cnp.PyArray_SIZE(array) > (MOST - at - size) // 4:
+            raise EncodeError(f"tensor {i}: {cnp.PyArray_SIZE(array)} values more are above any frame's size")
         nbytes = cnp.PyArray_SIZE(array) * 4
         ff_store64(p + size - 8, nbytes)
         layout.append(p, at + size, nbytes)
@@ -510,8 +518,12 @@ cdef TensorLayout layout_of(tuple arrays):
     return layout
 
 
-cdef int locate(TensorLayout layout, tuple arrays, Piece* pieces, bint writable, str name) except -1:
-    """Check the arrays against the layout and find their memory."""
+cdef int locate(TensorLayout layout, tuple arrays, Piece* pieces, const uint8_t* frame, bint writable) except -1:
+    """Check the arrays against the layout and find their memory, which must lie apart from the frame's, if there is one.
+
+    What is written in ``frame`` comes from the arrays, or, where they are ``writable``, goes there.
+    """
+    cdef str name = "out" if writable else "the array"
     cdef const uint8_t* head
     cdef Py_ssize_t i
     cdef int j
@@ -531,7 +543,17 @@ cdef int locate(TensorLayout layout, tuple arrays, Piece* pieces, bint writable,
             raise ValueError(f"tensor {i}: {name} is read-only")
         pieces[i].nbytes = layout.tensors[i].nbytes
         pieces[i].data = cnp.PyArray_BYTES(array) if cnp.PyArray_ISCARRAY_RO(array) else NULL
+        if frame is not NULL and overlap(layout, array, &pieces[i], frame):
+            raise ValueError(f"tensor {i}: {name} lies in the frame's own buffer")
     return 0
+
+
+cdef bint overlap(TensorLayout layout, array, const Piece* piece, const uint8_t* frame) except -1:
+    """Whether an array may share memory with a frame."""
+    cdef const uint8_t* data = <const uint8_t*>piece.data
+    if data is not NULL:
+        return piece.nbytes and data < frame + layout.size and frame < data + piece.nbytes
+    return np.may_share_memory(array, <const uint8_t[:layout.size]>frame)
 
 
 cdef object wire_array(const uint8_t* head, const void* data, bint writable):
@@ -548,7 +570,7 @@ cdef object wire_array(const uint8_t* head, const void* data, bint writable):
 # ----------------------------------------------------------------------------------------------------------- encode
 
 
-def encode_round(FrameCodec codec, tensors, kind, weight, out=None, Py_ssize_t offset=0):
+def encode_round(FrameCodec codec not None, tensors, kind, weight, out=None, Py_ssize_t offset=0):
     """The frame of these float32 arrays as bytes, or its size where it went into ``out`` at the offset."""
     cdef tuple arrays = arrays_of(tensors)
     return write_round(codec, layout_of(arrays), arrays, kind, weight, out, offset)
@@ -593,7 +615,7 @@ cdef object write_round(FrameCodec codec, TensorLayout layout, tuple arrays, kin
     if pieces is NULL:
         raise MemoryError()
     try:
-        locate(layout, arrays, pieces, False, "the array")
+        locate(layout, arrays, pieces, frame, False)
         result = layout.size
         if target is None:
             result = PyBytes_FromStringAndSize(NULL, layout.size)
@@ -716,7 +738,7 @@ cdef int read_into(TensorLayout layout, const uint8_t* frame, tuple arrays) exce
     if pieces is NULL:
         raise MemoryError()
     try:
-        locate(layout, arrays, pieces, True, "out")
+        locate(layout, arrays, pieces, frame, True)
         if layout.size < QUIET:
             scatter(layout, frame, arrays, pieces)
         else:
@@ -740,10 +762,11 @@ cdef int scatter(TensorLayout layout, const uint8_t* frame, tuple arrays, const 
     return 0
 
 
-def decode_round(FrameCodec codec, buffer, bint copy, out, bint finite, trailing):
+def decode_round(FrameCodec codec not None, buffer, bint copy, out, bint finite, trailing):
     """(tensors, kind, weight) of the round frame at the start of a buffer; ``Codec.decode_round`` says the rest."""
     cdef Input source = Input(buffer)
-    cdef tuple targets = None if out is None else arrays_of(out)
+    cdef list given = None if out is None else list(out)
+    cdef tuple targets = None if out is None else arrays_of(given)
     cdef TensorLayout layout = read_layout(codec, source, is_strict(trailing))
     cdef const uint8_t* p = source.data
     cdef Py_ssize_t i
@@ -756,7 +779,7 @@ def decode_round(FrameCodec codec, buffer, bint copy, out, bint finite, trailing
                 raise TensorError(f"tensor {i}: {ff_load_f32(p + layout.tensors[i].data + 4 * bad)} at element {bad}")
     if targets is None and not copy:
         return views(layout, p, PyMemoryView_FromObject(buffer)), RoundKind(p[8]), ff_load_f64(p + 9)
-    tensors = fresh(layout) if targets is None else list(out)
+    tensors = fresh(layout) if targets is None else given
     read_into(layout, p, tuple(tensors) if targets is None else targets)
     return tensors, RoundKind(p[8]), ff_load_f64(p + 9)
 
@@ -766,7 +789,10 @@ cdef list views(TensorLayout layout, const uint8_t* frame, owner):
     cdef list tensors = []
     cdef Py_ssize_t i
     for i in range(layout.count):
-        array = wire_array(layout.tensors[i].head, frame + layout.tensors[i].data, False)
+        try:
+            array = wire_array(layout.tensors[i].head, frame + layout.tensors[i].data, False)
+        except ValueError as error:
+            raise too_much(i, layout.tensors[i].head, error) from None
         cnp.set_array_base(array, owner)
         tensors.append(array)
     return tensors
@@ -786,8 +812,12 @@ cdef list fresh(TensorLayout layout):
         try:
             tensors.append(cnp.PyArray_SimpleNew(head[1], dims, cnp.NPY_FLOAT))
         except ValueError as error:
-            raise TensorError(f"tensor {i}: NumPy has no array of {head[1]} dimensions {shape_at(head)}: {error}") from None
+            raise too_much(i, head, error) from None
     return tensors
+
+
+cdef object too_much(Py_ssize_t i, const uint8_t* head, error):
+    return TensorError(f"tensor {i}: NumPy has no array of {head[1]} dimensions {shape_at(head)}: {error}")
 
 
 # ------------------------------------------------------------------------------------------------------------- fold

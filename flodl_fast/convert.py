@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Union, cast, get_args
 
 from . import messages as wire
-from ._codec import check_values
+from ._codec import check_values, plain_number
 from .errors import ReservedTargetError
 from .protocol import RESERVED_RANK
 
@@ -81,6 +81,8 @@ InProcessControlMsg = Union[
     wire.StageAdvisory,
 ]
 
+_TIMING = get_args(InProcessTimingMsg)
+_CONTROL = get_args(wire.ControlMsg)
 _TARGETED = (wire.Checkpoint, wire.ExecuteEvalCallback, wire.SaveConsensusModel)
 
 
@@ -92,7 +94,7 @@ def timing_msg_to_wire(message: InProcessTimingMsg) -> wire.TimingMsg:
             field of the wrong type.
         EncodeError: a field out of range, such as a rank outside 0 to 2**64 - 1.
     """
-    if not isinstance(message, get_args(InProcessTimingMsg)):
+    if not isinstance(message, _TIMING):
         raise TypeError(f"{type(message).__name__} is not an in-process Timing message")
     check_values(message)
     return cast(wire.TimingMsg, message)
@@ -110,7 +112,7 @@ def control_wire_to_msg(message: wire.ControlMsg) -> InProcessControlMsg | None:
         TypeError: not a Control message, or a field of the wrong type.
         EncodeError: a field out of range.
     """
-    if not isinstance(message, get_args(wire.ControlMsg)):
+    if not isinstance(message, _CONTROL):
         raise TypeError(f"{type(message).__name__} is not a Control message of the wire")
     check_values(message)
     if isinstance(message, (wire.Update, wire.CoordHeartbeat)):
@@ -120,9 +122,10 @@ def control_wire_to_msg(message: wire.ControlMsg) -> InProcessControlMsg | None:
     if isinstance(message, wire.NewNcclSession):
         return NewNcclSession()
     if isinstance(message, wire.ShutdownWithSave):
-        known = message.reason in wire.SaveReason._value2member_map_
-        return ShutdownWithSave(wire.SaveReason(message.reason) if known else wire.SaveReason.GRACEFUL_SHUTDOWN)
-    if isinstance(message, _TARGETED) and message.target_rank == RESERVED_RANK:
+        reason = plain_number(message.reason, True)
+        known = reason in wire.SaveReason._value2member_map_
+        return ShutdownWithSave(wire.SaveReason(reason) if known else wire.SaveReason.GRACEFUL_SHUTDOWN)
+    if isinstance(message, _TARGETED) and plain_number(message.target_rank, True) == RESERVED_RANK:
         raise ReservedTargetError(
             f"{type(message).__name__}.target_rank is 2**64 - 1, which flodl reserves in process for 'no rank': "
             "no rank can be meant by it"

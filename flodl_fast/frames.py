@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from . import _round
-from ._codec import FrameCodec
+from ._codec import FrameCodec, whole_number
 from .errors import (
     AuthenticationError,
     BadMagicError,
@@ -26,6 +26,7 @@ from .protocol import (
     MAGIC_CONTROL_HELLO,
     MAGIC_DATA_ACK,
     MAGIC_DATA_HELLO,
+    MAX_RANK,
     VERSIONS,
     MuxKind,
 )
@@ -97,6 +98,8 @@ class Codec(FrameCodec):
         return cast(int, self._encode_round(frame, elide, buffer, offset))
 
     def _encode_round(self, frame: RoundFrame, elide: bool, buffer: Buffer | None, offset: int) -> bytes | int:
+        if not isinstance(frame, RoundFrame):
+            raise TypeError(f"expected a RoundFrame, got {type(frame).__name__}")
         if elide:
             raise EncodeError(f"revision {self.revision.value} cannot elide zero tensors")
         return _round.encode_round(self, frame.tensors, frame.kind, frame.weight, buffer, offset)
@@ -146,15 +149,15 @@ class Codec(FrameCodec):
                 ``frame_ceiling``.
             TypeError: a payload that does not belong to the kind.
         """
-        kind = MuxKind(record.kind)
-        if not 0 <= record.rank <= (0xFFFFFFFF if kind is MuxKind.DATA else 0):
-            raise EncodeError(f"MuxRecord.rank: {record.rank} is out of range for a {kind.name} record")
+        kind = MuxKind(whole_number(record.kind, "MuxRecord.kind", min(MuxKind), max(MuxKind)))
+        most = MAX_RANK if kind is MuxKind.DATA else 0
+        rank = whole_number(record.rank, f"MuxRecord.rank of a {kind.name} record", 0, most)
         payload: Any = record.payload
         if kind is MuxKind.CONTROL:
             if not isinstance(payload, get_args(RelayMsg)):
                 raise TypeError(f"a CONTROL record carries a RelayMsg, got {type(payload).__name__}")
             payload = self.encode_payload(payload)
-        return self.seal_record(kind, record.rank, payload)
+        return self.seal_record(kind, rank, payload)
 
     def decode_mux(self, buffer: Buffer, *, trailing: str = "ignore") -> MuxRecord:
         """The mux record at the start of a buffer; a rank is given as it came.
@@ -178,19 +181,19 @@ class Codec(FrameCodec):
         """
         if model_sig is not None:
             raise EncodeError(f"a control hello of revision {self.revision.value} has no model_sig")
-        return self._signed(_pack(MAGIC_CONTROL_HELLO, VERSIONS[self.revision].control, rank, world))
+        return self._signed(_greeting(MAGIC_CONTROL_HELLO, VERSIONS[self.revision].control, rank, world))
 
     def control_ack(self) -> bytes:
         """The answer to a control hello."""
-        return self._signed(_pack(MAGIC_CONTROL_ACK, VERSIONS[self.revision].control))
+        return self._signed(struct.pack("<2I", MAGIC_CONTROL_ACK, VERSIONS[self.revision].control))
 
     def data_hello(self, rank: int, world: int) -> bytes:
         """A rank's first bytes on a data channel; the wire does not authenticate them."""
-        return _pack(MAGIC_DATA_HELLO, VERSIONS[self.revision].data, rank, world)
+        return _greeting(MAGIC_DATA_HELLO, VERSIONS[self.revision].data, rank, world)
 
     def data_ack(self) -> bytes:
         """The answer to a data hello."""
-        return _pack(MAGIC_DATA_ACK, VERSIONS[self.revision].data)
+        return struct.pack("<2I", MAGIC_DATA_ACK, VERSIONS[self.revision].data)
 
     def check_control_hello(self, data: bytes, world: int) -> tuple[int, bytes | None]:
         """The (rank, model_sig) of a control hello; model_sig is None at revisions that have none.
@@ -246,11 +249,9 @@ class Codec(FrameCodec):
             raise AuthenticationError(f"the MAC of a {what} does not hold: another salt, or changed bytes")
 
 
-def _pack(magic: int, *fields: int) -> bytes:
-    try:
-        return struct.pack(f"<{1 + len(fields)}I", magic, *fields)
-    except struct.error as error:
-        raise EncodeError(f"rank and world must be integers from 0 to {0xFFFFFFFF}, got {fields[1:]}") from error
+def _greeting(magic: int, version: int, rank: int, world: int) -> bytes:
+    rank = whole_number(rank, "rank", 0, MAX_RANK)
+    return struct.pack("<4I", magic, version, rank, whole_number(world, "world", 0, MAX_RANK))
 
 
 def _check_size(what: str, data: bytes, size: int) -> None:

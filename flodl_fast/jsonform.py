@@ -31,7 +31,8 @@ def to_json(message: Any, *, revision: Revision | str = "0.6") -> Any:
         TypeError: not a message of the revision.
     """
     revision = supported_revision(revision)
-    found = _by_class(revision).get(type(message))
+    classes = _by_class(revision)
+    found = next((classes[base] for base in type(message).__mro__ if base in classes), None)
     if found is None:
         raise TypeError(f"{type(message).__name__} is not a message of revision {revision.value}")
     name, shape = found
@@ -65,7 +66,7 @@ def from_json(kind: Any, value: Any, *, revision: Revision | str = "0.6") -> Any
         raise EncodeError(f"unknown variant {name!r}, expected one of {list(variants)}")
     shape = variants[name]
     if not shape.parts:
-        if body not in (None, {}):
+        if body is not None:
             raise EncodeError(f"{name} has no fields, got {body!r}")
         return shape.cls()
     if _wraps(shape):
@@ -165,7 +166,11 @@ def _read(shape: Shape, value: Any, revision: Revision, where: str) -> Any:
         return value
     if op in ("f64", "f32"):
         _expect(isinstance(value, (int, float)) and not isinstance(value, bool), where, "a number", value)
-        return _to_float(value, "d" if op == "f64" else "f")
+        try:
+            wide = float(value)
+        except OverflowError:
+            raise EncodeError(f"{where}: an integer of {value.bit_length()} bits is too large for a float") from None
+        return wide if op == "f64" else _narrow(wide)
     if op == "str":
         _expect(isinstance(value, str), where, "text", value)
         return value
@@ -191,10 +196,10 @@ def _read(shape: Shape, value: Any, revision: Revision, where: str) -> Any:
     return members[value]
 
 
-def _to_float(value: float, width: str) -> float:
-    """The nearest float of that width; too large a number becomes an infinity, as where the crate narrows one."""
+def _narrow(value: float) -> float:
+    """The nearest float32; too large a number becomes an infinity, as where the crate narrows one."""
     try:
-        return float(struct.unpack("<" + width, struct.pack("<" + width, value))[0])
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
         return math.copysign(math.inf, value)
 
@@ -211,6 +216,9 @@ def _only_item(value: Any) -> tuple[str, Any]:
 
 def _expect(good: bool, where: str, expected: str, value: Any) -> None:
     if not good:
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except ValueError:  # an integer of more digits than Python prints
+            shown = f"{type(value).__name__} too long to show"
         shown = shown if len(shown) < 60 else shown[:57] + "..."
         raise EncodeError(f"{where + ': ' if where else ''}expected {expected}, got {shown}")

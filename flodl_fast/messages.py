@@ -19,6 +19,72 @@ from typing import Optional as Opt
 from .layout import Bytes32, f32, f64, i32, u8, u16, u32, u64
 from .protocol import MsgKind
 
+__all__ = [
+    "Batch",
+    "Checkpoint",
+    "CheckpointResult",
+    "ControlMsg",
+    "CoordHeartbeat",
+    "DashboardRegister",
+    "DashboardSetHardware",
+    "DashboardSetMetadata",
+    "DashboardSetSvg",
+    "DeclareDead",
+    "EpochAggregated",
+    "EpochFnElapsed",
+    "EpochMetrics",
+    "EpochPlan",
+    "EvalBroadcast",
+    "EvalResult",
+    "ExecuteEvalCallback",
+    "Exiting",
+    "ExtendPartition",
+    "GpuSnapshot",
+    "Heartbeat",
+    "Intent",
+    "IntentKind",
+    "JoinAbort",
+    "JoinAccept",
+    "JoinHello",
+    "JoinMsg",
+    "JoinRankExited",
+    "JoinReject",
+    "JoinWorldFormed",
+    "LrUpdate",
+    "Message",
+    "MetricsMsg",
+    "NewNcclIdGenerated",
+    "NewNcclSession",
+    "RelayDeclareDead",
+    "RelayHello",
+    "RelayHelloAck",
+    "RelayMsg",
+    "RelayRankExit",
+    "RendezvousHello",
+    "RendezvousMsg",
+    "RendezvousRole",
+    "RendezvousRoleMsg",
+    "RendezvousUid",
+    "RequestNewNcclId",
+    "RequestParams",
+    "Reserved",
+    "ResourceSample",
+    "SaveConsensusModel",
+    "SaveReason",
+    "SetEpochCallbackRole",
+    "SetGlobalStep",
+    "Shutdown",
+    "ShutdownWithSave",
+    "SnapshotReady",
+    "StageAdvisory",
+    "StartEpoch",
+    "SyncAck",
+    "SyncNow",
+    "Throttle",
+    "TimingMsg",
+    "Update",
+]
+
 # --------------------------------------------------------------------------------------------- enums and plain structs
 
 
@@ -576,10 +642,3 @@ PAYLOADS: dict[str, tuple[MsgKind | None, Any]] = {
 }
 
 Message = Union[ControlMsg, TimingMsg, MetricsMsg, RendezvousMsg, JoinMsg, Reserved]
-
-__all__ = sorted(
-    name
-    for name, value in globals().items()
-    if not name.startswith("_")
-    and (getattr(value, "__module__", None) == __name__ or name.endswith("Msg") or name == "Message")
-)

@@ -31,6 +31,7 @@ FRAME_CEILING = 1 << 30
 MIN_FRAME_CEILING = 64 << 20
 
 SALT_SIZE = 16
+MAX_RANK = 2**32 - 1  # where a header holds a rank; messages have 64 bits for it
 RESERVED_RANK = 2**64 - 1
 
 DTYPE_F32 = 0

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import _round
+from ._codec import plain_number
 from ._round import TensorLayout
 from .errors import TensorError
 from .protocol import MIN_FRAME_CEILING, RoundKind
@@ -114,14 +115,14 @@ class RoundFold:
         """
         if self._sum is None:
             name = 0 if name is None else name
-            _check(frame, name, frame, name, finite)
+            weight = _check(frame, name, frame, name, finite)
             tensors = _round.sum_tensors([frame.tensors], [name], None)
-            self._sum, self._first, self._count = RoundFrame(tensors, frame.kind, frame.weight), name, 1
+            self._sum, self._first, self._count = RoundFrame(tensors, frame.kind, weight), name, 1
             return
         name = self._count if name is None else name
-        _check(frame, name, self._sum, self._first, finite)
+        weight = _check(frame, name, self._sum, self._first, finite)
         _round.add_tensors(self._sum.tensors, frame.tensors, [self._first, name])
-        self._sum.weight += frame.weight
+        self._sum.weight += weight
         self._count += 1
 
     def sum(self) -> RoundFrame:
@@ -149,23 +150,30 @@ def _fold(frames: list[RoundFrame], ranks: Sequence[int], finite: bool, divide: 
     if not frames:
         raise TensorError(_NO_FRAME)
     first = frames[0]
+    # From -0.0 on: weights that are all -0.0 sum to -0.0 in the crate, unlike its tensors.
+    weight = -0.0
     for rank, frame in zip(ranks, frames, strict=True):
-        _check(frame, rank, first, ranks[0], finite)
-    # From the first frame's weight on: weights that are all -0.0 sum to -0.0 in the crate, unlike its tensors.
-    weight = first.weight
-    for frame in frames[1:]:
-        weight += frame.weight
+        weight += _check(frame, rank, first, ranks[0], finite)
     scale = _scale(first.kind, weight) if divide else None
     return RoundFrame(_round.sum_tensors([f.tensors for f in frames], ranks, scale), first.kind, weight)
 
 
-def _check(frame: RoundFrame, name: Any, first: RoundFrame, first_name: Any, finite: bool) -> None:
+def _check(frame: RoundFrame, name: Any, first: RoundFrame, first_name: Any, finite: bool) -> float:
+    """The frame's weight, once the frame fits the first one."""
+    if not isinstance(frame, RoundFrame):
+        raise TypeError(f"frame {name}: expected a RoundFrame, got {type(frame).__name__}")
     if frame.kind is not first.kind:
         raise TensorError(f"frame {name} is {frame.kind.name}, frame {first_name} is {first.kind.name}")
     for i, tensor in enumerate(frame.tensors if finite else ()):
         at = _round.first_nonfinite(tensor)
         if at is not None:
             raise TensorError(f"frame {name}, tensor {i}: {np.ravel(tensor)[at]} at element {at}")
+    weight = plain_number(frame.weight, False)
+    if weight is None:
+        raise TypeError(f"frame {name}: weight: expected a float, got {type(frame.weight).__name__}")
+    if not (math.isfinite(weight) and weight >= 0):
+        raise TensorError(f"frame {name}: weight must be finite and not negative, got {weight}")
+    return float(weight)
 
 
 def _scale(kind: RoundKind, weight: float) -> float | None:

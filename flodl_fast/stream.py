@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ._codec import is_strict
 from ._round import RoundMeter, TensorLayout
 from .errors import EncodeError, FlodlError, LimitError, TruncatedError
 from .frames import Codec
@@ -32,6 +33,7 @@ class FrameReader:
         self._codec = codec
         self._prefixed = prefixed
         self._trailing = trailing
+        is_strict(trailing)
         calls: dict[str, tuple[Callable[..., Any], Callable[..., int | None]]] = {
             "control": (codec.decode, codec.measure_frame),
             "round": (codec.decode_round, RoundMeter(codec).measure),
@@ -56,7 +58,7 @@ class FrameReader:
         if self._start and self._start >= len(self._buffer) // 2:
             del self._buffer[: self._start]
             self._start = 0
-        self._buffer += data
+        self._buffer += memoryview(data).cast("B")
 
     def next(self) -> Any:
         """The next frame's message, round frame or mux record; None where more bytes are needed.
@@ -121,7 +123,9 @@ class FrameReader:
                 f"a length prefix of {size} bytes is above the limit of {self._codec.frame_ceiling} (frame_ceiling)"
             )
         # A frame that cannot be is refused at once, not when all that its prefix announces has been stored.
-        self._measure(self._buffer, self._start + LENGTH_PREFIX)
+        first = self._start + LENGTH_PREFIX
+        with memoryview(self._buffer) as whole, whole[first : first + size] as there:
+            self._measure(there)
         return LENGTH_PREFIX + size
 
 
