@@ -11,8 +11,10 @@ except ImportError as error:
         "which needs a C compiler and Python's headers"
     ) from error
 
+from . import aio
 from . import errors as _errors
 from . import messages as _messages
+from .channel import ControlChannel, DataChannel
 from .convert import (
     control_wire_to_msg,
     epoch_metrics_from_wire,
@@ -20,9 +22,11 @@ from .convert import (
     metrics_msg_to_wire,
     timing_msg_to_wire,
 )
+from .environment import Environment
 from .errors import *  # noqa: F403
 from .frames import Codec, MuxRecord
 from .jsonform import from_json, to_json
+from .local import LocalCluster
 from .messages import *  # noqa: F403
 from .protocol import MsgKind, MuxKind, Revision, RoundKind
 from .rounds import (
@@ -37,21 +41,29 @@ from .rounds import (
     sum_frames,
 )
 from .stream import FrameReader, FrameWriter
+from .worker import Plan, Worker
 
 __version__ = _version("flodl_fast")
 
 __all__ = [
     "Codec",
+    "ControlChannel",
+    "DataChannel",
+    "Environment",
     "FrameReader",
     "FrameWriter",
+    "LocalCluster",
     "MsgKind",
     "MuxKind",
     "MuxRecord",
+    "Plan",
     "Revision",
     "RoundFold",
     "RoundFrame",
     "RoundKind",
     "TensorLayout",
+    "Worker",
+    "aio",
     "control_wire_to_msg",
     "epoch_metrics_from_wire",
     "epoch_metrics_to_wire",

@@ -1,0 +1,680 @@
+"""What the blocking and the asyncio channels share: deadlines, handshakes, framing, rounds; no I/O (docs/wire.md §7).
+
+A conversation is a generator of steps, each bytes to send or a view to fill, which either kind of channel carries out.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+import struct
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar, Union
+
+import numpy as np
+
+from . import protocol
+from ._round import TensorLayout, arrays_of
+from .errors import (
+    AuthenticationError,
+    ChannelClosed,
+    ChannelError,
+    EncodeError,
+    FlodlError,
+    HandshakeError,
+    LimitError,
+    TensorError,
+    TruncatedError,
+    UnknownKindError,
+)
+from .frames import Codec, MuxRecord
+from .messages import Message, RelayDeclareDead, RelayHello, RelayHelloAck, RelayMsg
+from .protocol import LENGTH_PREFIX, MUX_HEADER, MuxKind, RoundKind
+from .rounds import RoundFrame
+from .stream import FrameReader, FrameWriter
+
+__all__ = ["Deadlines", "scaled", "timeout_scale"]
+
+T = TypeVar("T")
+
+READ_SIZE = 1 << 18  # bytes asked of a socket at once where frames are small
+GROWTH = 64 << 20  # bytes of a frame that are made room for before any has come
+
+# -------------------------------------------------------------------------------------------------------- deadlines
+
+
+def timeout_scale() -> float:
+    """The factor that FLODL_NET_TIMEOUT_SCALE sets: a finite number from 0.1 on, else 1.0 with a warning."""
+    raw = os.environ.get("FLODL_NET_TIMEOUT_SCALE")
+    if raw is None:
+        return 1.0
+    try:
+        scale = math.nan if "_" in raw else float(raw)  # Python alone reads 1_0 as a number.
+    except ValueError:
+        scale = math.nan
+    if math.isfinite(scale) and scale >= 0.1:
+        return scale
+    warnings.warn(f"FLODL_NET_TIMEOUT_SCALE={raw!r} is not a number of at least 0.1; using 1.0", stacklevel=2)
+    return 1.0
+
+
+def scaled(base: float) -> int:
+    """A deadline's seconds, or a count of attempts, scaled: rounded up and at least 1."""
+    return max(1, math.ceil(base * timeout_scale()))
+
+
+def _scaled(base: float) -> Any:
+    return field(default_factory=lambda: scaled(base))
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long channels wait, in seconds; the defaults are the crate's.
+
+    Those marked * are scaled by the environment's FLODL_NET_TIMEOUT_SCALE as it is when the object is made.
+
+    Attributes:
+        attempts: * how often a dial is tried.
+        pause: between two of them.
+        first_bytes: * for a dialler to say which channel it wants.
+        handshake: for the next bytes of a handshake, and for one attempt at a dial.
+        write_stall: * for a peer that takes no byte.
+        reply: * for each read of a reduced frame.
+        starvation: for the next byte of a frame that has begun.
+        liveness: * for any control frame, where ``ControlChannel.recv`` is asked to watch.
+    """
+
+    attempts: int = _scaled(protocol.CONNECT_ATTEMPTS)
+    pause: float = protocol.CONNECT_PAUSE
+    first_bytes: float = _scaled(protocol.FIRST_BYTES)
+    handshake: float = protocol.HANDSHAKE
+    write_stall: float = _scaled(protocol.WRITE_STALL)
+    reply: float = _scaled(protocol.REDUCE_REPLY)
+    starvation: float = protocol.STARVATION
+    liveness: float = _scaled(protocol.LIVENESS)
+
+
+# ------------------------------------------------------------------------------------------------------------ steps
+
+
+class Send(NamedTuple):
+    """Send all of these bytes."""
+
+    data: Any
+
+
+class Fill(NamedTuple):
+    """Fill the view with the bytes that come.
+
+    Attributes:
+        wait: the longest silence in seconds, None for no limit.
+        at: how many bytes of the frame came before.
+        poll: silence is the caller's to judge, and harmless.
+    """
+
+    view: Any
+    wait: float | None
+    at: int = 0
+    poll: bool = False
+
+    def late(self, got: int) -> Exception:
+        """What to raise where ``wait`` has passed, with so many bytes of the view there."""
+        return Elapsed("no frame came in time") if self.poll else silent(self.wait, self.at + got)
+
+    def ended(self, got: int) -> ChannelError:
+        """What to raise where the peer ends the stream, with so many bytes of the view there."""
+        return ended(self.at + got)
+
+
+Steps = Generator[Union[Send, Fill], None, T]
+
+
+def send(data: Any) -> Steps[None]:
+    """The conversation that sends these bytes."""
+    yield Send(data)
+
+
+# ----------------------------------------------------------------------------------------------------------- errors
+
+
+class Elapsed(TimeoutError):
+    """A wait of the caller's has passed and nothing is lost; a class of its own, for signal handlers raise its base."""
+
+
+def silent(wait: float | None, at: int) -> ChannelError:
+    """The peer has sent nothing for so long, so many bytes into a frame."""
+    return ChannelError(f"the peer has sent nothing for {wait} s" + (f", {at} bytes into a frame" if at else ""))
+
+
+def ended(at: int) -> ChannelError:
+    """The peer ends the stream, so many bytes into a frame."""
+    if not at:
+        return ChannelClosed("the peer has closed the channel")
+    error = ChannelError(f"the peer has closed the channel {at} bytes into a frame")
+    error.__cause__ = TruncatedError(f"the stream ends {at} bytes into a frame")
+    return error
+
+
+def stalled(deadlines: Deadlines) -> ChannelError:
+    """The peer takes nothing."""
+    return ChannelError(f"the peer has taken nothing for {deadlines.write_stall} s")
+
+
+def _closed(reason: BaseException) -> ChannelClosed:
+    """What later calls raise on a channel that an error, or its owner, has closed."""
+    return ChannelClosed(f"the channel is closed: {reason}")
+
+
+def no_answer(address: tuple[str, int], deadlines: Deadlines, error: OSError) -> HandshakeError:
+    """Nobody takes the dial."""
+    return HandshakeError(f"{address[0]}:{address[1]} did not answer in {deadlines.attempts} attempts: {error}")
+
+
+def handshake_failed(error: FlodlError) -> HandshakeError:
+    """The handshake ends with this error."""
+    hint = "; a peer does so where salt, rank, world or revision differ" if isinstance(error, ChannelClosed) else ""
+    return HandshakeError(f"the handshake failed: {error}{hint}")
+
+
+# ------------------------------------------------------------------------------------------------- links, channels
+
+
+class Link(ABC):
+    """The life of a connection: open until the first reason to end it, which later calls give.
+
+    Args:
+        deadlines: the Deadlines in use.
+    """
+
+    def __init__(self, deadlines: Deadlines) -> None:
+        self.deadlines = deadlines
+        self._reason: FlodlError | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._reason is not None
+
+    @contextmanager
+    def guard(self, *harmless: type[BaseException]) -> Iterator[None]:
+        """Close where what happens inside leaves the stream in the middle of a frame or a round.
+
+        A wait that has passed between frames does not, nor does a TensorError, nor what is named harmless.
+        """
+        if self._reason is not None:
+            raise _closed(self._reason) from self._reason
+        try:
+            yield
+        except (Elapsed, TensorError, *harmless):
+            raise
+        except FlodlError as error:
+            self.shut(error)
+            if self._reason is not error:
+                raise _closed(self._reason) from self._reason
+            raise
+        except BaseException:
+            self.shut(ChannelError("a call was interrupted"))
+            raise
+
+    def shut(self, reason: FlodlError) -> None:
+        """End the stream, which wakes whoever waits."""
+        if self._reason is None:
+            self._reason = reason
+            self._end()
+
+    @abstractmethod
+    def _end(self) -> None: ...
+
+    @abstractmethod
+    def fileno(self) -> int: ...
+
+
+class Channel:
+    """What all channels share.
+
+    Attributes:
+        codec: the Codec in use.
+        ranks: the ranks at the other end of a served channel, ascending; at a rank's own end just that rank. Empty on
+            a JoinChannel.
+        world: the number of ranks of the cluster; 0 on a JoinChannel.
+        host: the host's name on a direct channel, from either end; None through a relay.
+        deadlines: the Deadlines in use.
+    """
+
+    ranks: tuple[int, ...] = ()
+    world: int = 0
+    host: str | None = None
+
+    def __init__(self, link: Any, codec: Codec, line: Line | None) -> None:
+        self._link = link
+        self.codec = codec
+        self.deadlines: Deadlines = link.deadlines
+        if line is not None:
+            self.ranks, self.world, self.host = line.ranks, line.world, line.host
+
+    @property
+    def closed(self) -> bool:
+        """Whether the channel is closed, by ``close`` or by an error."""
+        return self._link.closed
+
+    def fileno(self) -> int:
+        """The socket's descriptor, -1 once closed.
+
+        Not readable does not mean that ``recv`` has nothing: it may hold frames that it has read already.
+        """
+        return self._link.fileno()
+
+
+# ------------------------------------------------------------------------------------------------------- handshakes
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Whose frames a channel carries, and from which end it is seen.
+
+    Attributes:
+        ranks: ascending; from a rank's end just that rank.
+        world: the number of ranks of the cluster.
+        host: the host's name where frames go as mux records; None where each has a length prefix.
+        served: seen from the controller's end.
+    """
+
+    ranks: tuple[int, ...]
+    world: int
+    host: str | None = None
+    served: bool = False
+
+    @classmethod
+    def of_rank(cls, rank: int, world: int, host: str | None) -> Line:
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} is not in a world of {world}")
+        return cls((rank,), world, host)
+
+
+def dial_control(codec: Codec, line: Line, wait: float) -> Steps[None]:
+    """A rank's side of a control handshake."""
+    if line.host is not None:
+        return (yield from _dial_controller(codec, protocol.MAGIC_CHANNEL_CONTROL, line, wait))
+    yield Send(codec.control_hello(line.ranks[0], line.world))
+    codec.check_control_ack((yield from _take(len(codec.control_ack()), wait)))
+
+
+def dial_data(codec: Codec, line: Line, wait: float) -> Steps[None]:
+    """A rank's side of a data handshake."""
+    if line.host is not None:
+        return (yield from _dial_controller(codec, protocol.MAGIC_CHANNEL_DATA, line, wait))
+    yield Send(codec.data_hello(line.ranks[0], line.world))
+    codec.check_data_ack((yield from _take(len(codec.data_ack()), wait)))
+
+
+def dial_join() -> Steps[None]:
+    """An agent's first bytes; the window answers its JoinHello."""
+    yield Send(_magic(protocol.MAGIC_CHANNEL_JOIN))
+
+
+def serve(codec: Codec, world: int, deadlines: Deadlines) -> Steps[tuple[int, Line | None]]:
+    """The controller's side of whatever handshake comes: the channel's magic, and its line unless it is a join channel."""
+    first = yield from _take(len(_magic(0)), deadlines.first_bytes)
+    magic = int.from_bytes(first, "little")
+    wait = deadlines.handshake
+    if magic == protocol.MAGIC_CHANNEL_JOIN:
+        return magic, None
+    if magic == protocol.MAGIC_CONTROL_HELLO:
+        hello = first + (yield from _take(len(codec.control_hello(0, 1)) - len(first), wait))
+        line = _served([codec.check_control_hello(hello, world)[0]], world)
+        yield Send(codec.control_ack())
+        return protocol.MAGIC_CHANNEL_CONTROL, line
+    if magic == protocol.MAGIC_DATA_HELLO:
+        hello = first + (yield from _take(len(codec.data_hello(0, 1)) - len(first), wait))
+        line = _served([codec.check_data_hello(hello, world)], world)
+        yield Send(codec.data_ack())
+        return protocol.MAGIC_CHANNEL_DATA, line
+    if magic in (protocol.MAGIC_CHANNEL_CONTROL, protocol.MAGIC_CHANNEL_DATA):
+        record = yield from _take_record(codec, wait)
+        if not isinstance(record.payload, RelayHello):
+            raise HandshakeError(f"expected a RelayHello, got {record}")
+        line = _served(record.payload.ranks, world, record.payload.host)
+        yield Send(codec.encode_mux(MuxRecord(MuxKind.CONTROL, payload=RelayHelloAck())))
+        return magic, line
+    raise HandshakeError(f"the first bytes {first.hex()} ask for no channel that is served here")
+
+
+def _dial_controller(codec: Codec, magic: int, line: Line, wait: float) -> Steps[None]:
+    hello = RelayHello(line.host, list(line.ranks))
+    yield Send(_magic(magic) + codec.encode_mux(MuxRecord(MuxKind.CONTROL, payload=hello)))
+    record = yield from _take_record(codec, wait)
+    if not isinstance(record.payload, RelayHelloAck):
+        raise HandshakeError(f"expected a RelayHelloAck, got {record}")
+
+
+def _served(ranks: Sequence[int], world: int, host: str | None = None) -> Line:
+    if not ranks or sorted(set(ranks)) != list(ranks) or ranks[-1] >= world:
+        raise HandshakeError(f"ranks {list(ranks)} are not ascending in a world of {world}")
+    return Line(tuple(ranks), world, host, served=True)
+
+
+def _magic(magic: int) -> bytes:
+    return magic.to_bytes(4, "little")
+
+
+def _take(size: int, wait: float) -> Steps[bytes]:
+    data = bytearray(size)
+    yield Fill(memoryview(data), wait)
+    return bytes(data)
+
+
+def _take_record(codec: Codec, wait: float) -> Steps[MuxRecord]:
+    head = yield from _take(MUX_HEADER, wait)
+    size = codec.measure_record(head) - MUX_HEADER
+    if size > codec.max_payload:
+        raise LimitError(f"a relay message of {size} bytes is above the limit of {codec.max_payload} (max_payload)")
+    return codec.decode_mux(head + (yield from _take(size, wait)))
+
+
+# --------------------------------------------------------------------------------------------------------- messages
+
+
+class _Frames(FrameReader):
+    """A FrameReader that tells what it holds."""
+
+    @property
+    def pending(self) -> int:
+        """The bytes of frames not taken yet."""
+        return len(self._buffer) - self._start
+
+    @property
+    def rest(self) -> bytes:
+        """Those bytes."""
+        return bytes(self._buffer[self._start :])
+
+
+class Messages:
+    """The framing of a message channel: bytes in any pieces to messages, and back.
+
+    Args:
+        codec: the Codec.
+        line: whose frames; None for the bare frames of a join channel.
+    """
+
+    def __init__(self, codec: Codec, line: Line | None) -> None:
+        self._line = line
+        self._use(codec)
+        self._heard = self._moved = time.monotonic()
+
+    def _use(self, codec: Codec, rest: bytes = b"") -> None:
+        prefixed = self._line is not None and self._line.host is None
+        self._mux = self._line is not None and not prefixed
+        self._codec = codec
+        self._writer = FrameWriter(codec, "control", prefixed=prefixed)
+        self._reader = _Frames(codec, "mux" if self._mux else "control", prefixed=prefixed)
+        self._reader.feed(rest)
+
+    def rekey(self, codec: Codec) -> None:
+        """Go on with another Codec after the messages taken so far."""
+        self._use(codec, self._reader.rest)
+
+    def pack(self, message: Message, rank: int | None = None) -> bytes | bytearray:
+        """The bytes that carry a message, to or from one of the line's ranks."""
+        frame = self._writer.write(message)
+        if self._line is None:
+            return frame
+        if rank is None and len(self._line.ranks) == 1:
+            rank = self._line.ranks[0]
+        if rank not in self._line.ranks:
+            raise ValueError(f"rank {rank} is not one of {list(self._line.ranks)}, which this channel serves")
+        return self._codec.seal_record(MuxKind.DATA, rank, frame) if self._mux else frame
+
+    def feed(self, data: Any) -> None:
+        """Add bytes that came."""
+        self._moved = time.monotonic()
+        self._reader.feed(data)
+
+    def next(self) -> Message | RelayMsg | None:
+        """The next message that is complete; a relay's own message only where the line is served."""
+        while (item := self._reader.next()) is not None:
+            if self._mux:
+                item = self._unpack(item)
+            if item is not None:
+                self._heard = time.monotonic()
+                return item
+        return None
+
+    def _unpack(self, record: MuxRecord) -> Message | RelayMsg | None:
+        if record.kind is MuxKind.DATA:
+            # The payload says whose it is; towards a rank the tag says for whom.
+            ours = self._line.served or record.rank in self._line.ranks
+            return self._codec.decode(record.payload) if ours else None
+        if record.kind is MuxKind.CONTROL:
+            return record.payload if self._line.served else None
+        raise ChannelError(f"a {record.kind.name} record has no place on a control channel")
+
+    def patience(self, until: float | None, liveness: float | None, starvation: float) -> tuple[float | None, Exception]:
+        """How long to wait for bytes, None for no limit, and what to raise if none come.
+
+        Args:
+            until: when the caller wants to wait no longer, on the monotonic clock.
+            liveness: the longest silence after a message.
+            starvation: the longest silence inside a frame.
+        """
+        ends: list[tuple[float, Exception]] = []
+        if until is not None:
+            ends.append((until, Elapsed("no message came in time")))
+        if liveness is not None:
+            ends.append((self._heard + liveness, ChannelError(f"the peer has sent no message for {liveness} s")))
+        if self._reader.pending:
+            ends.append((self._moved + starvation, silent(starvation, self._reader.pending)))
+        if not ends:
+            return None, Elapsed()
+        when, error = min(ends, key=lambda end: end[0])
+        return max(0.0, when - time.monotonic()), error
+
+    def ended(self) -> ChannelError:
+        """What to raise where the peer ends the stream."""
+        return ended(self._reader.pending)
+
+
+# ----------------------------------------------------------------------------------------------------------- rounds
+
+
+class _Scratch:
+    """The bytes of one frame, kept from round to round."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    @property
+    def size(self) -> int:
+        return self._bytes.size
+
+    def view(self, size: int, keep: int = 0) -> memoryview:
+        """So many bytes, of which so many are kept if the memory must grow."""
+        if size > self._bytes.size:
+            grown = np.empty(size, np.uint8)
+            grown[:keep] = self._bytes[:keep]
+            self._bytes = grown
+        return memoryview(self._bytes)[:size]
+
+
+class Rounds:
+    """The framing of a data channel: arrays to the bytes of a frame, and back.
+
+    A frame starts at byte MUX_HEADER of its scratch, right behind its length prefix or its record's header. From a
+    rank's end frames go and come in turn and share one scratch.
+    """
+
+    def __init__(self, codec: Codec, line: Line) -> None:
+        self._codec = codec
+        self._line = line
+        self._mux = line.host is not None
+        self._sent, self._expected = MuxKind.HOST_FRAME, MuxKind.BROADCAST
+        self._out = self._in = _Scratch()
+        if line.served:
+            self._sent, self._expected = self._expected, self._sent
+            self._out = _Scratch()
+        self._frame = memoryview(b"")
+        self._layouts: dict[int, TensorLayout] = {}  # by tensor count: rounds of parameters, buffers, counts alternate
+        self._asked: tuple[TensorLayout, RoundKind, list[tuple[int, ...]]]
+
+    def ask(
+        self, arrays: Iterable[Any], kind: RoundKind, weight: float, out: Iterable[Any] | None
+    ) -> memoryview:
+        """The bytes that ask for a round, once ``out`` is known to fit the reply."""
+        arrays = arrays_of(arrays)
+        if out is not None:
+            _check_targets(arrays, arrays_of(out))
+        return self.pack(arrays, kind, weight)
+
+    def pack(self, arrays: Iterable[Any], kind: RoundKind, weight: float) -> memoryview:
+        """The bytes that carry a round frame."""
+        arrays = arrays_of(arrays)
+        layout = self._layouts.get(len(arrays)) or TensorLayout.of(arrays)
+        try:
+            size = self._encode(layout, arrays, kind, weight)
+        except TensorError:  # Other shapes than the last round of so many tensors.
+            layout = TensorLayout.of(arrays)
+            size = self._encode(layout, arrays, kind, weight)
+        self._layouts[len(arrays)] = layout
+        self._asked = layout, RoundKind(kind), [array.shape for array in arrays]
+        whole = self._out.view(MUX_HEADER + size)
+        if self._mux:
+            _seal(self._codec, self._sent, whole)
+            return whole
+        struct.pack_into("<I", whole, MUX_HEADER - LENGTH_PREFIX, size)
+        return whole[MUX_HEADER - LENGTH_PREFIX :]
+
+    def _encode(self, layout: TensorLayout, arrays: Sequence[Any], kind: RoundKind, weight: float) -> int:
+        limit = min(self._codec.frame_ceiling, protocol.MAX_PREFIX)
+        if layout.frame_size > limit:
+            raise EncodeError(f"a round frame of {layout.frame_size} bytes is above the limit of {limit} (frame_ceiling)")
+        room = self._out.view(MUX_HEADER + layout.frame_size)[MUX_HEADER:]
+        return layout.encode(self._codec, arrays, kind, weight, out=room)
+
+    def tell(self, message: RelayMsg) -> bytes:
+        """The bytes that carry a relay message; none where frames have length prefixes."""
+        return self._codec.encode_mux(MuxRecord(MuxKind.CONTROL, payload=message)) if self._mux else b""
+
+    def exchange(self, request: memoryview, wait: float) -> Steps[None]:
+        """One round: the request, and its reply into the scratch."""
+        yield Send(request)
+        yield from self.receive(wait, wait)
+
+    def receive(self, wait: float | None, rest: float, *, poll: bool = False) -> Steps[RelayMsg | None]:
+        """Take the next frame into the scratch; or return what the relay of a served line says.
+
+        Args:
+            wait: the longest silence before the frame, None for no limit.
+            rest: the longest silence inside it.
+            poll: silence before the frame is the caller's to judge.
+        """
+        head = MUX_HEADER if self._mux else LENGTH_PREFIX
+        while True:
+            view = self._in.view(MUX_HEADER)[MUX_HEADER - head :]
+            yield Fill(view[:1], wait, poll=poll)
+            yield Fill(view[1:], rest, at=1)
+            end = MUX_HEADER + self._measure(view)
+            got = MUX_HEADER
+            while got < end:
+                upto = min(end, max(self._in.size, 2 * got, GROWTH))
+                yield Fill(self._in.view(upto, keep=got)[got:upto], rest, at=got - MUX_HEADER + head)
+                got = upto
+            whole = self._in.view(end)
+            self._frame = whole[MUX_HEADER:]
+            kind = _open(self._codec, whole) if self._mux else self._expected
+            if kind is self._expected:
+                return None
+            if kind is not MuxKind.CONTROL:
+                raise ChannelError(f"a {kind.name} record has no place on this data channel")
+            message = self._codec.decode_payload("Relay", self._frame)
+            if self._line.served:
+                return message
+            if isinstance(message, RelayDeclareDead) and message.rank in self._line.ranks:
+                raise ChannelError(f"the controller has declared rank {message.rank} dead")
+
+    def _measure(self, head: memoryview) -> int:
+        if self._mux:
+            return self._codec.measure_record(head) - MUX_HEADER
+        size = int.from_bytes(head, "little")
+        if size > self._codec.frame_ceiling:
+            raise LimitError(
+                f"a length prefix of {size} bytes is above the limit of {self._codec.frame_ceiling} (frame_ceiling)"
+            )
+        return size
+
+    def take(self) -> RoundFrame:
+        """The frame that was received, in new arrays."""
+        return self._codec.decode_round(self._frame)
+
+    def adopt(self, out: Sequence[Any] | None) -> RoundFrame:
+        """The frame that was received, as the answer to the one that was asked for; in new arrays if ``out`` is None."""
+        layout, asked, shapes = self._asked
+        # What the header says is believed only once a decoder has checked the MAC.
+        kind, weight = _HEAD.unpack_from(self._frame) if len(self._frame) >= _HEAD.size else (asked, 1.0)
+        local = out is not None and kind == RoundKind.MODEL and weight == 0
+        if kind != asked or local:
+            TensorLayout.from_frame(self._codec, self._frame)
+            if kind != asked:
+                raise TensorError(f"a {asked.name} round was asked for, the reply is {RoundKind(kind).name}")
+        else:
+            out = [np.empty(shape, np.float32) for shape in shapes] if out is None else out
+            layout.decode_into(self._codec, self._frame, out)
+        return RoundFrame(out, asked, weight)
+
+    def broadcast(self, arrays: Iterable[Any], root: int) -> Sequence[Any]:
+        """What this rank gives to a broadcast of the root's arrays."""
+        if not 0 <= root < self._line.world:
+            raise ValueError(f"root {root} is not in a world of {self._line.world}")
+        arrays = arrays_of(arrays)
+        if root in self._line.ranks:
+            return arrays
+        return [np.broadcast_to(np.float32(0), array.shape) for array in arrays]
+
+    def gather(self, value: float) -> np.ndarray:
+        """What this rank gives to a gather."""
+        slots = np.zeros(self._line.world, np.float32)
+        slots[self._line.ranks[0]] = value
+        return slots
+
+
+_HEAD = struct.Struct("<8xBd")  # a round frame's kind and weight
+_RECORD = struct.Struct("<IIBII")  # a mux record's header, up to the MAC
+
+
+def _check_targets(arrays: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> None:
+    if len(targets) != len(arrays):
+        raise TensorError(f"{len(arrays)} tensors to reduce, out has {len(targets)}")
+    for i, (array, target) in enumerate(zip(arrays, targets)):
+        if target is not array and target.shape != array.shape:
+            raise TensorError(f"tensor {i}: expected shape {array.shape}, out has {target.shape}")
+        if not target.flags.writeable:
+            raise ValueError(f"tensor {i}: out is read-only")
+
+
+def _seal(codec: Codec, kind: MuxKind, whole: memoryview) -> None:
+    """Make a mux record of the payload that starts at MUX_HEADER.
+
+    The MAC covers header and payload as one, so the header is signed right before the payload and then moved.
+    """
+    gap = MUX_HEADER - _RECORD.size
+    size = len(whole) - MUX_HEADER
+    _RECORD.pack_into(whole, gap, protocol.MAGIC_MUX, protocol.VERSIONS[codec.revision].mux, kind, 0, size)
+    tag = codec.mac(whole[gap:])
+    whole[: _RECORD.size] = bytes(whole[gap:MUX_HEADER])
+    whole[_RECORD.size : MUX_HEADER] = tag
+
+
+def _open(codec: Codec, whole: memoryview) -> MuxKind:
+    """The kind of a mux record whose header has been measured, its MAC checked; its header is moved as in ``_seal``."""
+    gap = MUX_HEADER - _RECORD.size
+    tag = bytes(whole[_RECORD.size : MUX_HEADER])
+    whole[gap:MUX_HEADER] = bytes(whole[: _RECORD.size])
+    if not hmac.compare_digest(codec.mac(whole[gap:]), tag):
+        raise AuthenticationError("the MAC of a mux record does not hold: another salt, or changed bytes")
+    try:
+        return MuxKind(whole[gap + 8])
+    except ValueError:
+        raise UnknownKindError(f"mux record kind {whole[gap + 8]}, known are 1 to {len(MuxKind)}") from None

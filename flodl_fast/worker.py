@@ -1,0 +1,689 @@
+"""A rank's whole life in a flodl cluster, averaging on the CPU (docs/wire.md §8; docs/worker.md shows it in use)."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, get_args
+
+import numpy as np
+
+from . import messages as wire
+from ._round import arrays_of
+from .channel import Address, ControlChannel, DataChannel
+from .convert import NewNcclSession, ShutdownWithSave, control_wire_to_msg
+from .environment import Environment
+from .errors import ChannelClosed, ChannelError
+from .frames import Codec
+from .net import Deadlines
+from .protocol import RoundKind
+from .rounds import frame_ceiling, gamma_mass, mover_mass
+
+__all__ = ["Plan", "Worker"]
+
+HEARTBEAT = 1.0  # seconds between two beacons
+NORM_EVERY = 10  # steps since the last average between two Batch messages with a parameter norm
+NO_NORM = 1e-10  # up to here the crate takes parameters for zero, and their divergence is 0
+BLOCK = 1 << 16  # values per block of a norm: few enough to stay in the cache
+
+Arrays = tuple[np.ndarray, ...]
+
+_CONTROL = get_args(wire.ControlMsg)
+
+_logger = logging.getLogger(__name__)
+
+
+class Plan:
+    """A slice of an epoch to train on, from ``Worker.plans``; several plans may carry the same epoch.
+
+    Attributes:
+        epoch: the epoch, from 0 on.
+        slices: [(offset, size), ...] in samples of the epoch's shuffled pick list. Where another rank has died,
+            the coordinator appends to it while the plan is trained.
+    """
+
+    def __init__(self, worker: Worker, plan: wire.EpochPlan) -> None:
+        self.epoch: int = plan.epoch
+        self.slices: list[tuple[int, int]] = [(plan.partition_offset, plan.partition_size)]
+        self._worker = worker
+        self._batch_size: int | None = None
+        self._taken = 0
+
+    @property
+    def size(self) -> int:
+        """The number of samples, appended ones included."""
+        return sum(size for _, size in self.slices)
+
+    def batches(self, batch_size: int) -> Iterator[np.ndarray]:
+        """The plan's full batches; what is left at its end is dropped, as in the crate.
+
+        Take a batch when its turn has come: slices that are appended meanwhile add batches. Ends early with the run.
+
+        Args:
+            batch_size: samples in a batch. It must be the coordinator's: outside the sync policy that waits for
+                every sample of a plan, and makes plans of whole batches of its own.
+
+        Returns:
+            For each batch an int64 array of shape (batch_size,): positions in the epoch's shuffled pick list.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be positive, got {batch_size}")
+        self._batch_size = batch_size
+        return self._batches(batch_size)
+
+    def _batches(self, batch_size: int) -> Iterator[np.ndarray]:
+        while self._worker.ended is None and self._taken + batch_size <= self.size:
+            batch = self._positions(self._taken, batch_size)
+            self._taken += batch_size
+            self._worker._clock = time.perf_counter()
+            yield batch
+
+    def _positions(self, start: int, count: int) -> np.ndarray:
+        """What stands from ``start`` on where the slices are put one after the other."""
+        parts = []
+        for offset, size in self.slices:
+            first, last = min(start, size), min(start + count, size)
+            parts.append(np.arange(offset + first, offset + last, dtype=np.int64))
+            start, count = start - first, count - (last - first)
+        return np.concatenate(parts)
+
+    def __repr__(self) -> str:
+        return f"Plan(epoch={self.epoch}, slices={self.slices})"
+
+
+class Worker:
+    """One rank: takes plans, reports batches, averages its parameters with the cohort's when the coordinator asks.
+
+    Averages are written into the caller's arrays, inside ``step``, ``serve`` and ``plans`` and nowhere else. All
+    methods belong to one thread; heartbeats have a thread of their own. As a context manager it ends the rank's
+    life: after a Shutdown with Exiting, on an exception without it, so that the coordinator takes the rank for
+    dead; leave the process with a code other than 0 then.
+
+    Args:
+        params: the model's parameters: writable float32 arrays, of the same shapes and order at all ranks. NumPy
+            arrays, CPU tensors of PyTorch (``model.parameters()`` as it is), or anything with writable memory by
+            buffer protocol or, from NumPy 2.1 on, DLPack. Their memory is shared and never replaced: train them in
+            place.
+        rank: the rank to be.
+        world: the number of ranks of the cluster.
+        codec: the Codec of the cluster.
+        data, control: (host, port) of the relay's two loopback ports, or both of the controller's port; or
+            connected sockets.
+        host: None through a relay; where the controller is dialled, the name of a host of which this is the rank.
+        buffers: float32 arrays that are no parameters, such as running statistics, averaged over the ranks that
+            have trained. Leave those of other dtypes out: they stay local.
+        formation: begin with rank 0's values everywhere. All ranks of a cluster must agree on it: those of the
+            crate's own trainer always do it, and where some do and others do not, both wait for ever.
+        gamma: the cluster's exponent of work: parameters count with steps ** gamma.
+        alpha: the elastic blend of the cluster's async policy, above 0 and at most 1: the share of the way to the
+            average that the parameters go. None adopts the average.
+        deadlines: other waits than ``Deadlines()``.
+        on_checkpoint: called with the version where this rank is to save a checkpoint. An exception is reported to
+            the coordinator, which then tries another rank.
+        on_eval: called with the epoch where this rank is to evaluate; returns the metric. An exception is reported.
+        on_epoch: called with the epoch before its first plan, at the rank that has the role of doing so.
+        on_consensus_save: called where this rank is to save the model as it is.
+        on_shutdown_save: called with a SaveReason where the run ends and the rank is to save before.
+        on_message: called with every message of the coordinator once it has been served.
+        resources: called for each report to the coordinator; returns a ResourceSample of this rank's host.
+
+    Attributes:
+        rank, world: as given.
+        params, buffers: the arrays in use, as tuples; they share the caller's memory.
+        steps: the number of steps so far.
+        ended: None while the run goes on, then what ended it: a Shutdown, a ShutdownWithSave with its SaveReason, or
+            an exception.
+        epoch_metrics: the cohort's EpochMetrics of the epoch that was finished last, or None.
+        evaluation: the EvalBroadcast that came last, or None.
+        advisory: the StageAdvisory that came last, what this rank may prefetch, or None.
+
+    Raises:
+        TypeError: an array that is not float32, not writable, or without memory to share.
+        ValueError: no parameters, or a rank that is not in the world.
+        ChannelError, DecodeError: as the channels' ``connect`` and, for the formation, ``broadcast``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        rank: int,
+        world: int,
+        codec: Codec,
+        data: Address | socket.socket,
+        control: Address | socket.socket,
+        host: str | None = None,
+        buffers: Iterable[Any] = (),
+        formation: bool = True,
+        gamma: float = 1.0,
+        alpha: float | None = None,
+        deadlines: Deadlines | None = None,
+        on_checkpoint: Callable[[int], object] | None = None,
+        on_eval: Callable[[int], float] | None = None,
+        on_epoch: Callable[[int], object] | None = None,
+        on_consensus_save: Callable[[], object] | None = None,
+        on_shutdown_save: Callable[[wire.SaveReason], object] | None = None,
+        on_message: Callable[[wire.ControlMsg], object] | None = None,
+        resources: Callable[[], wire.ResourceSample] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world = world
+        self.steps = 0
+        self.ended: wire.Shutdown | ShutdownWithSave | BaseException | None = None
+        self.epoch_metrics: wire.EpochMetrics | None = None
+        self.evaluation: wire.EvalBroadcast | None = None
+        self.advisory: wire.StageAdvisory | None = None
+        self._on_checkpoint = on_checkpoint
+        self._on_eval = on_eval
+        self._on_epoch = on_epoch
+        self._on_consensus_save = on_consensus_save
+        self._on_shutdown_save = on_shutdown_save
+        self._on_message = on_message
+        self._resources = resources
+        self._deadlines = deadlines or Deadlines()
+        self._plans: deque[Plan] = deque()
+        self._plan: Plan | None = None
+        self._tally = _Tally()
+        self._scalars: dict[str, tuple[float, int]] = {}
+        self._clock = 0.0  # when the batch at hand began
+        self._since_average = 0
+        self._global_step = 0
+        self._throttled = False
+        self._epoch_role: int | None = None
+        self._last_epoch: int | None = None
+        self._model = _Model(params, buffers, gamma, alpha)
+        self._stop = threading.Event()
+        with ExitStack() as opened:
+            self._data = opened.enter_context(
+                DataChannel.connect(data, codec, rank, world, host=host, deadlines=self._deadlines)
+            )
+            if formation:
+                self._model.form(self._data)
+            self._control = opened.enter_context(
+                ControlChannel.connect(control, codec, rank, world, host=host, deadlines=self._deadlines)
+            )
+            opened.pop_all()
+        self._heart = threading.Thread(target=self._beat, name=f"heartbeat of flodl rank {rank}", daemon=True)
+        self._heart.start()
+
+    @classmethod
+    def from_env(
+        cls,
+        params: Iterable[Any],
+        *,
+        buffers: Iterable[Any] = (),
+        environment: Environment | None = None,
+        **options: Any,
+    ) -> Worker:
+        """The rank that a flodl launcher, or ``python -m flodl_fast join``, has started this process to be.
+
+        Args:
+            params, buffers: as for ``Worker``.
+            environment: what ``Environment.read()`` gives, read here if None.
+            options: the keywords of ``Worker`` from ``formation`` on.
+
+        Raises:
+            ValueError: as ``Environment.read``.
+            As ``Worker``.
+        """
+        env = environment or Environment.read()
+        params, buffers = _writable("params", params), _writable("buffers", buffers)
+        ceiling = frame_ceiling(sum(array.nbytes for array in params + buffers))
+        return cls(
+            params,
+            rank=env.rank,
+            world=env.world,
+            codec=Codec(env.salt, frame_ceiling=ceiling),
+            data=env.data,
+            control=env.control,
+            host=f"{env.host}/{env.rank}" if env.direct else None,
+            buffers=buffers,
+            **options,
+        )
+
+    @property
+    def params(self) -> Arrays:
+        return self._model.params
+
+    @property
+    def buffers(self) -> Arrays:
+        return self._model.buffers
+
+    # -- training
+
+    @property
+    def global_step(self) -> int:
+        """The base of a learning-rate schedule: the cohort's batches up to its last average, plus this rank's since."""
+        return self._global_step + self._since_average
+
+    def plans(self) -> Iterator[Plan]:
+        """The plans to train, as the coordinator hands them out; ends where it ends the run.
+
+        While it waits it serves the coordinator, averages included. Going on to the next plan reports the last one.
+
+        Raises:
+            ChannelClosed: coordinator or relay are gone without a Shutdown, or the worker has been closed.
+            ChannelError, DecodeError: as ``ControlChannel.recv`` and ``DataChannel.all_reduce``.
+            Whatever a callback raises, those for checkpoints and evaluations excepted.
+            After any error the worker is closed.
+        """
+        while (plan := self._next_plan()) is not None:
+            yield plan
+
+    def step(
+        self,
+        loss: float,
+        *,
+        batch_ms: float | None = None,
+        data_ms: float = 0.0,
+        lr: float | None = None,
+        samples: int | None = None,
+    ) -> bool:
+        """Report a trained batch and serve the coordinator: afterwards the parameters may be the cohort's average.
+
+        Args:
+            loss: the batch's loss.
+            batch_ms: milliseconds of computing; if None, since ``Plan.batches`` gave the batch, less ``data_ms``.
+            data_ms: milliseconds that the batch was waited for.
+            lr: the learning rate, where the coordinator should know it.
+            samples: the batch's samples, where it did not come from ``Plan.batches``.
+
+        Returns:
+            Whether the run goes on.
+
+        Raises:
+            RuntimeError: no plan is being trained, or the batch's size is not known.
+            TypeError, ValueError: a value that is no number; nothing was reported.
+            As ``plans``.
+        """
+        self._check()
+        if self.ended is not None:
+            return False
+        if self._plan is None:
+            raise RuntimeError("step() is for the batches of a plan: none is being trained")
+        if samples is None:
+            samples = self._plan._batch_size
+        if samples is None:
+            raise RuntimeError("step() needs samples= where the batch did not come from Plan.batches")
+        if batch_ms is None:
+            batch_ms = max(0.0, (time.perf_counter() - self._clock) * 1e3 - data_ms)
+        loss, lr = float(loss), None if lr is None else float(lr)
+        norm = self._model.norm() if (self._since_average + 1) % NORM_EVERY == 0 else None
+        self._send(wire.Batch(self.rank, batch_ms, data_ms, self.steps + 1, norm, loss))
+        if lr is not None:
+            self._send(wire.LrUpdate(self.rank, lr))
+        self.steps += 1
+        self._since_average += 1
+        self._tally.add(samples, loss, batch_ms, data_ms)
+        self.serve()
+        self._clock = time.perf_counter()
+        return self.ended is None
+
+    def serve(self) -> None:
+        """Serve what the coordinator has asked for, averages included; while it throttles this rank, until it lets go.
+
+        ``step`` and ``plans`` do so. Call it where neither is called for long, and the other ranks need not wait.
+
+        Raises:
+            As ``plans``.
+        """
+        self._check()
+        with self._ending_on_error():
+            while self.ended is None and self._serve_one(None if self._throttled else 0.0):
+                pass
+
+    def log(self, name: str, value: float) -> None:
+        """Add a value to a scalar of the next report; the cohort's mean comes back in ``epoch_metrics``."""
+        total, count = self._scalars.get(name, (0.0, 0))
+        self._scalars[name] = (total + float(value), count + 1)
+
+    # -- asking and telling
+
+    def request_eval(self) -> None:
+        """Ask for an evaluation, by a rank of the coordinator's choice, before the next epoch."""
+        self._send(wire.Intent(self.rank, wire.IntentKind.EVAL_NOW))
+
+    def request_checkpoint(self) -> None:
+        """Ask for a checkpoint, by a rank of the coordinator's choice, before the next epoch."""
+        self._send(wire.Intent(self.rank, wire.IntentKind.CHECKPOINT_NOW))
+
+    def dashboard(
+        self,
+        *,
+        port: int | None = None,
+        svg: str | None = None,
+        label: str | None = None,
+        hash: str | None = None,
+        metadata: str | None = None,
+        hardware: str | None = None,
+    ) -> None:
+        """Tell the launcher's dashboard about this rank; what is None is not told.
+
+        Args:
+            port: the port to serve the dashboard at.
+            svg, label, hash: a drawing of the model, its caption, and a hash that tells one model from another.
+            metadata: JSON text to show.
+            hardware: this rank's hardware in words.
+
+        Raises:
+            EncodeError, TypeError: as ``Codec.encode``.
+            ChannelError: as ``ControlChannel.send``.
+        """
+        if port is not None:
+            self._send(wire.DashboardRegister(self.rank, port))
+        if svg is not None:
+            self._send(wire.DashboardSetSvg(self.rank, svg, label, hash))
+        if metadata is not None:
+            self._send(wire.DashboardSetMetadata(self.rank, metadata))
+        if hardware is not None:
+            self._send(wire.DashboardSetHardware(self.rank, hardware))
+
+    # -- the end
+
+    def close(self) -> None:
+        """End the rank's life: say Exiting if the coordinator has ended the run, and close. Again does nothing.
+
+        Before a Shutdown this takes the rounds from all ranks (docs/wire.md §8).
+        """
+        self._stop.set()
+        if isinstance(self.ended, (wire.Shutdown, ShutdownWithSave)) and not self._control.closed:
+            self._heart.join()
+            try:
+                self._control.send(wire.Exiting(self.rank))
+                while True:  # What is unread at the close could make the system reset the connection and lose this.
+                    self._control.recv(0)
+            except (TimeoutError, ChannelError) as error:
+                _logger.debug("rank %d: while closing: %s", self.rank, error)
+        self._control.close()
+        self._data.close()
+        self._heart.join()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        early = self.ended is None
+        if error is not None:
+            self.ended = error
+        self.close()
+        if early and error is None:
+            raise RuntimeError(f"rank {self.rank} leaves before the coordinator's Shutdown: the run cannot go on")
+
+    def _check(self) -> None:
+        if isinstance(self.ended, BaseException):
+            raise ChannelClosed(f"rank {self.rank} has ended: {self.ended}") from self.ended
+
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """An error ends the rank: without its heartbeats the coordinator will see so, whatever the caller does."""
+        try:
+            yield
+        except BaseException as error:
+            self.ended = error
+            self.close()
+            raise
+
+    # -- the control channel
+
+    def _beat(self) -> None:
+        count = 0
+        while True:
+            count += 1
+            try:
+                self._control.send(wire.Heartbeat(self.rank, count))
+            except ChannelError:
+                return  # The training thread meets the same at its next call.
+            if self._stop.wait(HEARTBEAT):
+                return
+
+    def _send(self, message: wire.Message) -> None:
+        self._control.send(message)
+
+    def _serve_one(self, timeout: float | None) -> bool:
+        """Serve the next message; False if none came in time."""
+        try:
+            message = self._control.recv(timeout, liveness=self._deadlines.liveness)
+        except TimeoutError:
+            return False
+        if not isinstance(message, _CONTROL):
+            _logger.warning("rank %d: dropped a %s: no coordinator sends it", self.rank, type(message).__name__)
+            return True
+        self._handle(message)
+        if self._on_message is not None:
+            self._on_message(message)
+        return True
+
+    def _handle(self, received: wire.ControlMsg) -> None:
+        if isinstance(received, wire.Update):
+            self._throttled = False
+            if received.next_plan is not None:
+                self._plans.append(Plan(self, received.next_plan))
+        match control_wire_to_msg(received):
+            case wire.StartEpoch(plan):
+                self._plans.append(Plan(self, plan))
+            case wire.ExtendPartition(offset, size):
+                self._extend(offset, size)
+            case wire.RequestParams():
+                self._average()
+            case wire.Throttle():
+                self._throttled = True
+            case wire.SetGlobalStep(step):
+                self._global_step = step
+            case wire.SetEpochCallbackRole(rank):
+                self._epoch_role = rank
+            case wire.Checkpoint(version, self.rank):
+                _, elapsed, failure = _attempt("on_checkpoint", self._on_checkpoint, version)
+                self._send(wire.CheckpointResult(self.rank, version, elapsed, failure))
+            case wire.ExecuteEvalCallback(schedule, epoch, self.rank):
+                value, elapsed, failure = _attempt("on_eval", self._on_eval, epoch)
+                metric = float(value) if failure is None else math.nan
+                self._send(wire.EvalResult(self.rank, schedule, epoch, metric, elapsed, failure))
+            case wire.SaveConsensusModel(self.rank) if self._on_consensus_save is not None:
+                self._on_consensus_save()
+            case wire.EpochAggregated(metrics):
+                self.epoch_metrics = metrics
+            case wire.EvalBroadcast() as evaluation:
+                self.evaluation = evaluation
+            case wire.StageAdvisory() as advisory:
+                self.advisory = advisory
+            case wire.Shutdown() as end:
+                self.ended = end
+            case ShutdownWithSave(reason) as end:
+                if self._on_shutdown_save is not None:
+                    self._on_shutdown_save(reason)
+                self.ended = end
+            case wire.SyncNow() | wire.RequestNewNcclId() | NewNcclSession():
+                raise ChannelError("the coordinator averages by NCCL, this worker only on the CPU")
+
+    def _average(self) -> None:
+        steps = self._since_average
+        self._send(wire.SnapshotReady(self.rank))
+        divergence, after, before = self._model.average(self._data, steps)
+        self._since_average -= steps
+        self._send(wire.SyncAck(self.rank, 0, divergence, after, before))
+
+    # -- plans
+
+    def _next_plan(self) -> Plan | None:
+        self._check()
+        with self._ending_on_error():
+            self._finish_plan()
+            while self.ended is None:
+                if self._plans and not self._throttled:
+                    self._begin_plan(self._plans.popleft())
+                    return self._plan
+                self._serve_one(None)
+        return None
+
+    def _begin_plan(self, plan: Plan) -> None:
+        if plan.epoch != self._last_epoch:
+            self._last_epoch = plan.epoch
+            if self._on_epoch is not None and self._epoch_role == self.rank:
+                started = time.perf_counter()
+                self._on_epoch(plan.epoch)
+                self._send(wire.EpochFnElapsed(self.rank, plan.epoch, (time.perf_counter() - started) * 1e3))
+        self._plan = plan
+        self._clock = time.perf_counter()
+        self._tally = _Tally(self._clock)
+
+    def _finish_plan(self) -> None:
+        plan, self._plan = self._plan, None
+        if plan is None or self.ended is not None:
+            return
+        scalars, self._scalars = self._scalars, {}
+        resources = self._resources() if self._resources is not None else None
+        self._send(self._tally.report(self.rank, plan.epoch, scalars, resources))
+
+    def _extend(self, offset: int, size: int) -> None:
+        if self._plan is not None:
+            self._plan.slices.append((offset, size))
+        else:  # The plan's report is out, and the coordinator takes but one of an epoch. The crate loses these, too.
+            _logger.warning("rank %d: dropped %d samples of a dead rank: the plan is finished", self.rank, size)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What a plan's report sums up; times in milliseconds, but for the clock at its start."""
+
+    started: float = 0.0
+    batches: int = 0
+    samples: int = 0
+    loss: float = 0.0
+    compute_ms: float = 0.0
+    data_ms: float = 0.0
+
+    def add(self, samples: int, loss: float, compute_ms: float, data_ms: float) -> None:
+        self.batches += 1
+        self.samples += samples
+        self.loss += loss
+        self.compute_ms += compute_ms
+        self.data_ms += data_ms
+
+    def report(
+        self, rank: int, epoch: int, scalars: dict[str, tuple[float, int]], resources: wire.ResourceSample | None
+    ) -> wire.MetricsMsg:
+        return wire.MetricsMsg(
+            rank,
+            epoch,
+            avg_loss=self.loss / self.batches if self.batches else 0.0,
+            batches_processed=self.batches,
+            epoch_ms=(time.perf_counter() - self.started) * 1e3,
+            samples_processed=self.samples,
+            share_complete_ms=self.compute_ms + self.data_ms,
+            compute_only_ms=self.compute_ms,
+            data_starve_ms=self.data_ms,
+            scalars=scalars,
+            resources=resources,
+        )
+
+
+class _Model:
+    """The arrays that a rank averages, and the crate's arithmetic for it."""
+
+    def __init__(self, params: Iterable[Any], buffers: Iterable[Any], gamma: float, alpha: float | None) -> None:
+        if alpha is not None and not 0 < alpha <= 1:
+            raise ValueError(f"alpha must be above 0 and at most 1, got {alpha}")
+        self.params = _writable("params", params)
+        self.buffers = _writable("buffers", buffers)
+        if not self.params:
+            raise ValueError("a worker needs at least one parameter")
+        self._gamma = gamma
+        self._alpha = alpha
+        # What goes into a round and comes out: adoption waits until both rounds have succeeded.
+        self._drafts: dict[str, Arrays] = {}
+
+    def norm(self) -> float:
+        return _norm(self.params)
+
+    def form(self, data: DataChannel) -> None:
+        """Take rank 0's values."""
+        for arrays in (self.params, self.buffers):
+            if arrays:
+                data.broadcast(arrays, root=0, out=arrays)
+
+    def average(self, data: DataChannel, steps: int) -> tuple[float, float, float]:
+        """Join the cohort's rounds with so many steps of work and adopt what comes of them.
+
+        On any error the arrays are as they were.
+
+        Returns:
+            The relative distance of the average from the parameters before, its norm, and theirs.
+        """
+        params, buffers = self.params, self.buffers
+        if data.gather(steps).any():
+            params = self._reduce(data, "params", params, gamma_mass(steps, self._gamma))
+            if buffers:
+                buffers = self._reduce(data, "buffers", buffers, mover_mass(steps))
+        before, after, distance = _norm(self.params), _norm(params), _norm(self.params, params)
+        _adopt(self.params, params, self._alpha)
+        _adopt(self.buffers, buffers, None)
+        return distance / after if after > NO_NORM else 0.0, after, before
+
+    def _reduce(self, data: DataChannel, which: str, arrays: Arrays, mass: float) -> Arrays:
+        """The cohort's average of these arrays as a draft; the arrays themselves where no rank's counts."""
+        if which not in self._drafts:
+            self._drafts[which] = tuple(np.empty(array.shape, np.float32) for array in arrays)
+        drafts = self._drafts[which]
+        with np.errstate(over="ignore", invalid="ignore"):  # A model that diverges is its owner's to notice.
+            for array, draft in zip(arrays, drafts, strict=True):
+                np.multiply(array, np.float32(mass), out=draft)
+        reply = data.all_reduce(drafts, RoundKind.MODEL, mass, out=drafts)
+        return drafts if reply.realized else arrays
+
+
+def _adopt(arrays: Arrays, drafts: Arrays, alpha: float | None) -> None:
+    for array, draft in zip(arrays, drafts, strict=True):
+        if draft is array:
+            continue
+        if alpha is not None:
+            draft -= array
+            draft *= np.float32(alpha)
+            draft += array
+        np.copyto(array, draft)
+
+
+def _norm(arrays: Arrays, others: Arrays | None = None) -> float:
+    """The L2 norm of all values, or of their differences to others; squares are added up in float64."""
+    total = 0.0
+    for i, array in enumerate(arrays):
+        values = array.reshape(-1)
+        minus = None if others is None else others[i].reshape(-1)
+        for start in range(0, values.size, BLOCK):
+            block = values[start : start + BLOCK]
+            if minus is not None:
+                block = block - minus[start : start + BLOCK]
+            total += float(np.dot(block, block))
+    return math.sqrt(total)
+
+
+def _writable(what: str, tensors: Iterable[Any]) -> Arrays:
+    """The arrays that share their memory with these tensors; PyTorch's are taken out of their graph."""
+    arrays = arrays_of(t.detach().numpy() if hasattr(t, "detach") else t for t in tensors)
+    for i, array in enumerate(arrays):
+        if not array.flags.writeable:
+            raise TypeError(f"{what}: tensor {i} is read-only, and averages are written into it")
+    return arrays
+
+
+def _attempt(name: str, callback: Callable[[int], Any] | None, argument: int) -> tuple[Any, float, str | None]:
+    """(result, milliseconds, error text) of a callback whose failure is the coordinator's to deal with."""
+    if callback is None:
+        return None, 0.0, f"this rank has no {name}"
+    result = failure = None
+    started = time.perf_counter()
+    try:
+        result = callback(argument)
+    except Exception as error:
+        _logger.exception("%s(%d) failed", name, argument)
+        failure = f"{type(error).__name__}: {error}"
+    return result, (time.perf_counter() - started) * 1e3, failure

@@ -1,0 +1,334 @@
+"""Our workers as ranks of a cluster of the published crate: its controller, coordinator, relays and ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from conftest import SALT
+from peer import build, find_cargo
+from worker_support import WAIT, Relay, Running, Stack, until
+
+import flodl_fast as ff
+from flodl_fast import worker as module
+from flodl_fast.channel import DataChannel
+from flodl_fast.worker import Worker
+
+f32 = np.float32
+SAMPLES, BATCH, EPOCHS = 1024, 32, 5
+
+
+@pytest.fixture(scope="module")
+def binary():
+    if sys.platform != "linux":
+        pytest.skip("the reference peer is linked without libtorch, by flags of Linux linkers")
+    cargo = find_cargo()
+    if cargo is None:
+        pytest.skip("the reference peer is built by cargo, which is not installed")
+    return build(cargo)
+
+
+FORMATION = 2  # rounds: parameters and buffers
+
+
+class Rounds(defaultdict):
+    """Every round of every rank: [kind, weight, tensors sent], then also tensors and weight that came.
+
+    A rank that has an event in ``held`` enters its first round after the formation only once that is set.
+    """
+
+    def __init__(self):
+        super().__init__(list)
+        self.held = {}
+
+    def waits(self, rank):
+        """Whether a rank waits in a round after the formation."""
+        return len(self[rank]) == FORMATION + 1 and len(self[rank][-1]) == 3
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    recorded = Rounds()
+
+    class Recording(DataChannel):
+        def all_reduce(self, arrays, kind, weight, out=None):
+            (rank,) = self.ranks
+            entry = [kind, weight, [np.array(array) for array in arrays]]
+            recorded[rank].append(entry)
+            if rank in recorded.held and len(recorded[rank]) > FORMATION:
+                recorded.held[rank].wait(WAIT)
+            reply = super().all_reduce(arrays, kind, weight, out)
+            entry += [[tensor.copy() for tensor in reply.tensors], reply.weight]
+            return reply
+
+    monkeypatch.setattr(module, "DataChannel", Recording)
+    return recorded
+
+
+class Rank:
+    """One of our ranks in a thread: trains something that depends on its data and its number."""
+
+    def __init__(self, stack, rank, direct=False, **options):
+        self.rank = rank
+        self.params = [np.full((7, 3), rank + 1, f32), np.linspace(rank, rank + 1, 5, dtype=f32)]
+        self.buffers = [np.full(4, rank, f32)]
+        self.picks = defaultdict(list)
+        self.scores = defaultdict(list)
+        self.metrics = {}
+        self.worker = None
+        self._options = {**stack.options(rank, direct), "buffers": self.buffers, "on_message": self.hear, **options}
+        self.run = Running(self.train)
+
+    def hear(self, message):
+        if isinstance(message, ff.EpochAggregated):
+            self.metrics[message.metrics.epoch] = message.metrics
+
+    def train(self):
+        with Worker(self.params, **self._options) as worker:
+            self.worker = worker
+            for plan in worker.plans():
+                for picks in plan.batches(BATCH):
+                    self.batch(plan, picks)
+                    worker.step(1.0 / (worker.steps + 1), lr=0.1)
+
+    def batch(self, plan, picks):
+        self.params[0] *= f32(0.97)
+        self.params[0] += f32(picks[0] % 11)
+        self.params[1] -= f32(0.01) * f32(picks[-1])
+        self.buffers[0] += f32(1 + self.rank)
+        score = float(picks.sum() % 101)
+        self.picks[plan.epoch] += picks.tolist()
+        self.scores[plan.epoch].append(score)
+        self.worker.log("score", score)
+
+
+def bits(arrays):
+    return [array.tobytes() for array in arrays]
+
+
+def averages(frames, weights):
+    """What the crate's reduction can give for three frames, one for each order of adding them up: at most three."""
+    inverse = f32(1.0 / sum(weights))
+    for order in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
+        first, second, third = (frames[i] for i in order)
+        yield [(a + b + c) * inverse for a, b, c in zip(first, second, third, strict=True)]
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize("route", ["relays", "direct"])
+def test_a_cohort_of_ours(binary, rounds, route, policy):
+    with Stack(
+        binary, "--hosts", "0,1;2", "--policy", policy, "--epochs", EPOCHS, "--samples", SAMPLES, "--batch", BATCH,
+        "--anchor", 3,
+    ) as stack:
+        ranks = [Rank(stack, rank, direct=route == "direct") for rank in range(3)]
+        for rank in ranks:
+            rank.run.result()
+        *told, done = stack.lines()
+
+    assert {name: done[name] for name in ("done", "dead", "last_epoch")} == {
+        "done": True, "dead": 0, "last_epoch": EPOCHS - 1,
+    }
+    steps = sum(rank.worker.steps for rank in ranks)
+    assert done["global_step"] == steps
+    assert [rank.worker.global_step for rank in ranks] == [steps] * 3
+    assert all(rank.worker.ended == ff.Shutdown() for rank in ranks)
+
+    # Formation and final average leave one state everywhere.
+    assert bits(ranks[0].params + ranks[0].buffers) == bits(ranks[1].params + ranks[1].buffers)
+    assert bits(ranks[0].params + ranks[0].buffers) == bits(ranks[2].params + ranks[2].buffers)
+
+    # Every round of theirs is NumPy's, in an order of adding up that fits the topology and stays the same.
+    mine = [rounds[rank] for rank in range(3)]
+    assert len(mine[0]) == len(mine[1]) == len(mine[2])
+    fitting = {0} if route == "relays" else {0, 1, 2}  # One relay adds up ranks 0 and 1.
+    modelled = 0
+    for entries in zip(*mine, strict=True):
+        kinds, weights, sent, came, total = zip(*entries, strict=True)
+        assert len(set(kinds)) == len(set(total)) == 1
+        assert bits(came[0]) == bits(came[1]) == bits(came[2])
+        if kinds[0] is ff.RoundKind.MODEL:
+            modelled += 1
+            assert total[0] == sum(weights)
+            fitting &= {i for i, average in enumerate(averages(sent, weights)) if bits(average) == bits(came[0])}
+            assert fitting
+        else:
+            assert bits(came[0]) == bits([a + b + c for a, b, c in zip(*sent, strict=True)])
+    assert modelled == 2 * done["avg_count"]  # Parameters and buffers.
+
+    # The data of an epoch: whole batches, none twice; outside sync all of it.
+    for epoch in range(EPOCHS):
+        picks = sorted(itertools.chain.from_iterable(rank.picks[epoch] for rank in ranks))
+        assert len(set(picks)) == len(picks)
+        assert len(picks) == (960 if policy == "sync" else SAMPLES)
+
+    # Scalars come back as the mean of the ranks' means, weighted by their batches.
+    printed = {line["epoch_metrics"]["epoch"]: line["epoch_metrics"] for line in told}
+    for epoch in range(EPOCHS):
+        batches = [len(rank.scores[epoch]) for rank in ranks]
+        mean = sum(sum(rank.scores[epoch]) for rank in ranks) / sum(batches)
+        for metrics in (printed[epoch]["scalars"], *(rank.metrics[epoch].scalars for rank in ranks)):
+            assert metrics["score"] == pytest.approx(mean, rel=1e-12)
+        own = [rank.scores[epoch] for rank in ranks]
+        assert [scalars.get("score") for scalars in ranks[0].metrics[epoch].per_rank] == [
+            pytest.approx(sum(scores) / len(scores)) if scores else None for scores in own
+        ]
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_mixed_world(binary, policy):
+    """The crate's ranks 0 and 2 share their relays with ours, and one of ours dials the controller."""
+    shape = 50
+    with Stack(
+        binary, "--hosts", "0,1;2,3;4", "--policy", policy, "--epochs", 3, "--samples", SAMPLES, "--batch", BATCH,
+    ) as stack:
+        theirs = [
+            subprocess.Popen(
+                [str(binary), "rank", "--salt", SALT.hex(), "--rank", str(rank), "--world", "5", "--batch", str(BATCH),
+                 "--params", str(shape), "--data", str(stack.relays["data", rank][1]),
+                 "--control", str(stack.relays["control", rank][1])],
+                stdout=subprocess.PIPE, text=True,
+            )
+            for rank in (0, 2)
+        ]
+
+        def train(rank, direct):
+            params = [np.full(shape, rank, f32)]
+            with Worker(params, formation=False, **stack.options(rank, direct)) as worker:
+                for plan in worker.plans():
+                    for _ in plan.batches(BATCH):
+                        params[0] += f32(0.5)
+                        worker.step(1.0)
+            return params[0], worker.steps
+
+        ours = [Running(train, rank, rank == 4) for rank in (1, 3, 4)]
+        ends = [run.result() for run in ours]
+        reports = [json.loads(process.communicate(timeout=20)[0]) for process in theirs]
+        done = stack.lines()[-1]
+    assert (done["done"], done["dead"], done["last_epoch"]) == (True, 0, 2)
+    assert [report["ended"] for report in reports] == ["shutdown", "shutdown"]
+    assert done["global_step"] == sum(steps for _, steps in ends) + sum(report["steps"] for report in reports)
+    final = {report["first_param_bits"] for report in reports if report["all_equal"]}
+    assert len(final) == 1
+    expected = np.full(shape, int(final.pop(), 16), np.uint32).tobytes()
+    assert [array.tobytes() for array, _ in ends] == [expected] * 3
+
+
+# ----------------------------------------------------------------------------------------------------------- faults
+
+
+class Slow(Rank):
+    """A rank that is in the middle of its plan for a while."""
+
+    def batch(self, plan, picks):
+        time.sleep(0.05)
+        super().batch(plan, picks)
+
+
+@pytest.mark.parametrize("killed", ["controller", "relay"])
+def test_killed_in_the_middle_of_a_round(binary, rounds, killed):
+    """Rank 0 waits in a round for rank 1, which is held back: its error is clear, and its arrays are as they were."""
+    rounds.held[1] = threading.Event()
+    with Stack(binary, "--hosts", "0;1", "--samples", SAMPLES, "--batch", BATCH) as stack:
+        relays = {name: Relay(stack.relays[name, 0]) for name in ("data", "control") if killed == "relay"}
+        waiting = Rank(stack, 0, **{name: relay.address for name, relay in relays.items()})
+        held = Rank(stack, 1)
+        until(lambda: rounds.waits(0) and rounds.waits(1))
+        before = bits(waiting.params + waiting.buffers)
+        if killed == "controller":
+            stack.process.kill()
+        for relay in relays.values():
+            relay.kill()
+        with pytest.raises(ff.ChannelError):
+            waiting.run.result()
+        assert bits(waiting.params + waiting.buffers) == before
+        assert isinstance(waiting.worker.ended, ff.ChannelError)
+        rounds.held[1].set()
+        with pytest.raises(ff.ChannelError):
+            held.run.result()
+
+
+CHILD = """
+import sys, time
+import numpy as np
+import flodl_fast as ff
+from flodl_fast.worker import Worker
+
+params, buffers = [np.zeros((7, 3), np.float32), np.zeros(5, np.float32)], [np.zeros(4, np.float32)]
+with Worker.from_env(params, buffers=buffers) as worker:
+    for plan in worker.plans():
+        for picks in plan.batches(32):
+            time.sleep(0.01)
+            worker.step(1.0)
+            print(plan.epoch, int(picks[0]), flush=True)
+"""
+
+
+def child(stack, rank):
+    """A rank in a process of its own, as a launcher starts it, that dials the controller."""
+    envelope = {
+        "controller": {"host": stack.controller[0], "port": stack.controller[1]}, "world_size": stack.world,
+        "num_workers": stack.world, "salt": SALT.hex(),
+        "worker": {"host": "child", "ranks": [rank], "local_devices": [0], "nccl_socket_ifname": "", "path": "/"},
+    }
+    env = {
+        **os.environ, "FLODL_INTERNAL_CLUSTER_JSON": json.dumps(envelope).encode().hex(), "FLODL_HOST_NAME": "child",
+        "FLODL_INTERNAL_LOCAL_RANK": "0", "FLODL_FAST_ROUTE": "direct",
+    }
+    return subprocess.Popen([sys.executable, "-c", CHILD], env=env, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_rank_that_hangs_is_left_behind(binary, policy):
+    """Once its heartbeats have been missed long enough the others go on, with its data; then it is killed."""
+    with Stack(
+        binary, "--hosts", "0,1;2", "--policy", policy, "--epochs", 2, "--samples", SAMPLES, "--batch", BATCH,
+        "--heartbeat-timeout", 3,
+    ) as stack:
+        lost = child(stack, 2)
+        survivors = [Slow(stack, rank) for rank in (0, 1)]
+        lines = [lost.stdout.readline().split()]
+        lost.send_signal(signal.SIGSTOP)
+        for rank in survivors:
+            rank.run.result(40)
+        done = stack.lines()[-1]
+        lost.kill()
+        trained = [line.split() for line in lost.communicate()[0].splitlines()]
+    assert lost.returncode == -signal.SIGKILL
+    assert (done["done"], done["dead"], done["last_epoch"]) == (True, 1, 1)
+    assert bits(survivors[0].params) == bits(survivors[1].params)
+    first = {pick for rank in survivors for pick in rank.picks[0]}
+    theirs = {int(start) + i for epoch, start in lines + trained if epoch == "0" for i in range(BATCH)}
+    if policy == "sync":
+        # Ranks 0 and 1 have 342 and 341 samples each, and take over what rank 2 has not reported.
+        taken = {pick for pick in first if pick >= 683}
+        assert taken
+        assert not taken & theirs
+        assert len(first) >= SAMPLES - len(theirs) - 3 * BATCH
+    else:
+        assert first | theirs == set(range(SAMPLES))
+
+
+def test_a_killed_rank_takes_the_rounds_from_all(binary):
+    """The crate takes the end of a data connection for the end of training: the others learn it in their next round."""
+    with Stack(
+        binary, "--hosts", "0,1;2", "--epochs", 2, "--samples", SAMPLES, "--batch", BATCH, "--heartbeat-timeout", 3,
+    ) as stack:
+        lost = child(stack, 2)
+        others = [Rank(stack, rank) for rank in (0, 1)]
+        lost.stdout.readline()
+        lost.kill()
+        lost.communicate()
+        for rank in others:
+            with pytest.raises(ff.ChannelError):
+                rank.run.result()
+            assert isinstance(rank.worker.ended, ff.ChannelError)

@@ -1,0 +1,200 @@
+"""What the worker's tests share: a coordinator that follows a script, the crate's live stack, ranks as threads."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from conftest import SALT
+
+import flodl_fast as ff
+from flodl_fast.channel import ControlChannel, DataChannel, accept
+from flodl_fast.worker import Worker
+
+CODEC = ff.Codec(SALT)
+WAIT = 20.0  # seconds after which a test that waits has failed
+
+
+class Running:
+    """A call in a thread of its own, whose result or exception is waited for."""
+
+    def __init__(self, call: Callable[..., Any], *args: Any, **keywords: Any) -> None:
+        self._outcome: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, args=(call, args, keywords), daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Callable[..., Any], args: Any, keywords: Any) -> None:
+        try:
+            self._outcome.put((call(*args, **keywords), None))
+        except BaseException as error:
+            self._outcome.put((None, error))
+
+    def join(self) -> None:
+        """Wait for the end, whatever it was."""
+        self._thread.join(WAIT)
+
+    def result(self, timeout: float = WAIT) -> Any:
+        result, error = self._outcome.get(timeout=timeout)
+        if error is not None:
+            raise error
+        return result
+
+
+class Coordinator:
+    """The controller's side of one rank, as the test says: it sends what it is told to and shows what came."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(WAIT)
+        self.address = self.listener.getsockname()
+        self.world = 1
+        self.control: ControlChannel
+        self.data: DataChannel
+        self._opened = ExitStack()
+
+    def accept(self) -> ControlChannel | DataChannel:
+        return self._opened.enter_context(accept(self.listener.accept()[0], CODEC, self.world))
+
+    @contextmanager
+    def serving(self, params: Any, world: int = 1, **options: Any) -> Iterator[Worker]:
+        """A worker of rank 0 whose two channels are served; without formation unless asked for."""
+        self.world = world
+        options = {"formation": False, "host": "here", **options}
+        made = Running(
+            Worker, params, rank=0, world=world, codec=CODEC, data=self.address, control=self.address, **options
+        )
+        self.data = self.accept()
+        if options["formation"]:
+            for _ in filter(None, (params, options.get("buffers"))):
+                self.data.send(self.data.recv(WAIT))
+        self.control = self.accept()
+        worker = made.result()
+        try:
+            yield worker
+        finally:
+            worker.close()
+
+    def send(self, *messages: ff.ControlMsg) -> None:
+        for message in messages:
+            self.control.send(message)
+
+    def plan(self, epoch: int, offset: int, size: int) -> None:
+        self.send(ff.StartEpoch(ff.EpochPlan(epoch, offset, size)))
+
+    def receive(self) -> Any:
+        """The next message that is no heartbeat."""
+        end = time.monotonic() + WAIT
+        while isinstance(message := self.control.recv(max(0.0, end - time.monotonic())), ff.Heartbeat):
+            pass
+        return message
+
+    def round(self, *others: ff.RoundFrame) -> ff.RoundFrame:
+        """Serve one round: this rank's frame, reduced with those of the other ranks; what the rank sent."""
+        frame = self.data.recv(WAIT)
+        self.data.send(ff.reduce_frames([frame, *others]))
+        return frame
+
+    def close(self) -> None:
+        self._opened.close()
+        self.listener.close()
+
+
+class Stack:
+    """`peer stack`: the crate's controller, coordinator and relays, in one process."""
+
+    def __init__(self, binary: Path, *options: Any, env: dict[str, str] | None = None) -> None:
+        command = [str(binary), "stack", "--salt", SALT.hex(), "--max-secs", "60", *map(str, options)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+        )
+        first = json.loads(self.process.stdout.readline())
+        self.world: int = first["world"]
+        self.controller = ("127.0.0.1", first["controller"])
+        self.relays: dict[tuple[str, int], tuple[str, int]] = {
+            (relay["channel"].lower(), rank): ("127.0.0.1", relay["port"])
+            for relay in first.get("relays", ())
+            for rank in relay["ranks"]
+        }
+        self._lines = Running(lambda: [json.loads(line) for line in self.process.stdout])
+
+    def options(self, rank: int, direct: bool = False) -> dict[str, Any]:
+        """The keywords of Worker that make it this rank."""
+        where = (
+            {"data": self.controller, "control": self.controller, "host": f"direct{rank}"}
+            if direct
+            else {"data": self.relays["data", rank], "control": self.relays["control", rank]}
+        )
+        return {"rank": rank, "world": self.world, "codec": CODEC, **where}
+
+    def lines(self, timeout: float = WAIT) -> list[dict[str, Any]]:
+        """All that it printed after its first line, once it has ended."""
+        lines = self._lines.result(timeout)
+        self.process.wait(timeout)
+        return lines
+
+    def __enter__(self) -> Stack:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self._lines.join()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+class Relay:
+    """A relay that forwards bytes between ranks and another address, to be killed alone."""
+
+    def __init__(self, to: tuple[str, int]) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._to = to
+        self._sockets: list[socket.socket] = [self._listener]
+        self.address = self._listener.getsockname()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                near = self._listener.accept()[0]
+            except OSError:
+                return
+            far = socket.create_connection(self._to)
+            self._sockets += near, far
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def kill(self) -> None:
+        for sock in self._sockets:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+
+def until(condition: Callable[[], bool], timeout: float = WAIT) -> None:
+    """Wait until the condition holds."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "what was waited for did not come"
+        time.sleep(0.01)
+
+
+def half_a_batch(params: list[np.ndarray]) -> None:
+    """What the crate's `peer rank` does with a batch."""
+    for array in params:
+        array += np.float32(0.5)
