@@ -3,11 +3,10 @@
 from importlib.metadata import version as _version
 
 try:
-    from . import _codec as _codec
-    from . import _round as _round
-except ImportError as error:
+    from . import _codec, _round  # noqa: F401
+except ModuleNotFoundError as error:
     raise ImportError(
-        f"flodl_fast's compiled modules do not load ({error}); build them with `pip install .` in a checkout, "
+        f"flodl_fast's compiled modules are missing ({error}); build them with `pip install .` in a checkout, "
         "which needs a C compiler and Python's headers"
     ) from error
 

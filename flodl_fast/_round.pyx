@@ -254,14 +254,19 @@ cdef class TensorLayout:
         return layout_of(arrays_of(arrays))
 
     @staticmethod
-    def from_frame(FrameCodec codec not None, buffer):
+    def from_frame(FrameCodec codec not None, buffer, *, trailing="ignore"):
         """The layout of a frame's tensors, the MAC checked first.
+
+        Args:
+            codec: the Codec.
+            buffer: any contiguous buffer that starts with the frame.
+            trailing: as ``Codec.decode``.
 
         Raises:
             DecodeError: as ``Codec.decode_round``.
         """
         cdef Input source = Input(buffer)
-        cdef TensorLayout layout = read_layout(codec, source, False)
+        cdef TensorLayout layout = read_layout(codec, source, is_strict(trailing))
         cdef Py_ssize_t i
         cdef uint8_t* p
         layout.heads = PyBytes_FromStringAndSize(NULL, layout.heads_size())
@@ -461,8 +466,11 @@ cpdef tuple arrays_of(tensors):
         tensors: NumPy arrays, or anything that exports its memory by the buffer protocol or DLPack.
 
     Raises:
-        TypeError: another dtype, a masked array, or no exported memory; nothing is converted.
+        TypeError: another dtype, a masked array, or no exported memory; nothing is converted. Also one tensor alone,
+            whose rows nobody means to send.
     """
+    if hasattr(tensors, "__dlpack__"):
+        raise TypeError(f"expected several tensors, got one {type(tensors).__name__}")
     cdef list arrays = list(tensors)
     cdef Py_ssize_t i
     for i in range(len(arrays)):
