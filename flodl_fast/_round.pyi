@@ -45,11 +45,25 @@ class TensorLayout:
     def offset(self) -> np.ndarray: ...
     @overload
     def encode(
-        self, codec: FrameCodec, arrays: Iterable[Any], kind: RoundKind | int, weight: float, out: None = None
+        self,
+        codec: FrameCodec,
+        arrays: Iterable[Any],
+        kind: RoundKind | int,
+        weight: float,
+        out: None = None,
+        *,
+        scale: float | None = None,
     ) -> bytes: ...
     @overload
     def encode(
-        self, codec: FrameCodec, arrays: Iterable[Any], kind: RoundKind | int, weight: float, out: Buffer
+        self,
+        codec: FrameCodec,
+        arrays: Iterable[Any],
+        kind: RoundKind | int,
+        weight: float,
+        out: Buffer,
+        *,
+        scale: float | None = None,
     ) -> int: ...
     def parts(
         self, codec: FrameCodec, arrays: Iterable[Any], kind: RoundKind | int, weight: float

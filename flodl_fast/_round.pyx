@@ -51,6 +51,7 @@ from flodl_fast.protocol import DTYPE_BF16, DTYPE_F32, MAGIC_ROUND, RoundKind
 cdef extern from "_native/fold.h" nogil:
     void ff_fold_f32(float* out, const uint8_t** inputs, size_t frames, size_t n, int scaled, float scale)
     void ff_add_f32(float* sums, const uint8_t* values, size_t n)
+    void ff_copy_scaled_f32(uint8_t* to, const uint8_t* values, size_t n, float scale)
     void ff_scale_f32(float* values, size_t n, float scale)
     size_t ff_first_nonfinite_f32(const uint8_t* data, size_t n)
     void ff_copy(void* to, const void* source, size_t length)
@@ -326,7 +327,7 @@ cdef class TensorLayout:
             shape[i, :len(dims)] = dims
         return shape
 
-    def encode(self, FrameCodec codec not None, arrays, kind, weight, out=None):
+    def encode(self, FrameCodec codec not None, arrays, kind, weight, out=None, *, scale=None):
         """Encode the frame of these arrays, which have this layout.
 
         Args:
@@ -335,6 +336,7 @@ cdef class TensorLayout:
             kind: a RoundKind.
             weight: the frame's weight, finite and not negative.
             out: a writable buffer for the frame, from its first byte on; nothing is written unless all of it fits.
+            scale: what every value is multiplied by on its way into the frame, rounded to float32 first: a rank's mass.
 
         Returns:
             The frame as bytes, or, with ``out``, the number of bytes written.
@@ -344,7 +346,7 @@ cdef class TensorLayout:
             EncodeError: weight, sizes or ``out`` out of range.
             TypeError: an array of another dtype, or ``out`` is read-only.
         """
-        return write_round(codec, self, arrays_of(arrays), kind, weight, out, 0)
+        return write_round(codec, self, arrays_of(arrays), kind, weight, out, 0, scale)
 
     def parts(self, FrameCodec codec not None, arrays, kind, weight):
         """The frame of these arrays as a list of buffers to send one after the other, with ``sendmsg`` for instance.
@@ -581,7 +583,7 @@ cdef object wire_array(const uint8_t* head, const void* data, bint writable):
 def encode_round(FrameCodec codec not None, tensors, kind, weight, out=None, Py_ssize_t offset=0):
     """The frame of these float32 arrays as bytes, or its size where it went into ``out`` at the offset."""
     cdef tuple arrays = arrays_of(tensors)
-    return write_round(codec, layout_of(arrays), arrays, kind, weight, out, offset)
+    return write_round(codec, layout_of(arrays), arrays, kind, weight, out, offset, None)
 
 
 cdef double check_weight(weight) except -1:
@@ -609,8 +611,11 @@ cdef int check_limits(FrameCodec codec, TensorLayout layout) except -1:
     return 0
 
 
-cdef object write_round(FrameCodec codec, TensorLayout layout, tuple arrays, kind, weight, out, Py_ssize_t offset):
+cdef object write_round(FrameCodec codec, TensorLayout layout, tuple arrays, kind, weight, out, Py_ssize_t offset,
+                        scale):
     cdef double mass = check_weight(weight)
+    cdef bint scaled = scale is not None
+    cdef float factor = <float><double>scale if scaled else 1
     cdef uint8_t kind_byte = check_kind(kind)
     cdef Piece* pieces
     cdef Output target = None
@@ -631,10 +636,10 @@ cdef object write_round(FrameCodec codec, TensorLayout layout, tuple arrays, kin
             ff_advise(<char*>frame, layout.size)
         write_head(frame, layout, kind_byte, mass)
         if layout.size < QUIET:
-            compose(codec, layout, arrays, pieces, frame)
+            compose(codec, layout, arrays, pieces, frame, scaled, factor)
         else:
             with nogil:
-                compose(codec, layout, arrays, pieces, frame)
+                compose(codec, layout, arrays, pieces, frame, scaled, factor)
     finally:
         PyMem_Free(pieces)
     return result
@@ -661,7 +666,8 @@ cdef int fill(const Tensor* t, const Piece* piece, array, uint8_t* to) except -1
     return 0
 
 
-cdef int compose(FrameCodec codec, TensorLayout layout, tuple arrays, Piece* pieces, uint8_t* frame) except -1 nogil:
+cdef int compose(FrameCodec codec, TensorLayout layout, tuple arrays, Piece* pieces, uint8_t* frame, bint scaled,
+                 float factor) except -1 nogil:
     """Write the tensors behind the frame's first bytes and sign it, a block at a time."""
     cdef const Tensor* t
     cdef ff_mac_stream stream
@@ -673,11 +679,16 @@ cdef int compose(FrameCodec codec, TensorLayout layout, tuple arrays, Piece* pie
         memcpy(frame + t.data - n, t.head, n)
         if pieces[i].data is NULL:
             with gil:
-                np.copyto(wire_array(t.head, frame + t.data, True), arrays[i])
+                if scaled:
+                    np.multiply(arrays[i], np.float32(factor), out=wire_array(t.head, frame + t.data, True))
+                else:
+                    np.copyto(wire_array(t.head, frame + t.data, True), arrays[i])
         done = 0
         while done < t.nbytes:
             n = min(t.nbytes - done, <Py_ssize_t>BLOCK)
-            if pieces[i].data is not NULL:
+            if pieces[i].data is not NULL and scaled:
+                ff_copy_scaled_f32(frame + t.data + done, <const uint8_t*>pieces[i].data + done, n // 4, factor)
+            elif pieces[i].data is not NULL:
                 copy_f32(frame + t.data + done, pieces[i].data + done, n)
             done += n
             if t.data + done - signed_ >= BLOCK:

@@ -372,3 +372,26 @@ def test_decode_into_needs_writable_arrays(targets):
     with pytest.raises(ValueError, match=r"tensor 4: .*read-only"):
         ff.TensorLayout.of(arrays(0)).decode_into(CODEC, wire(arrays(1)), into)
     assert not any(a.any() for a in into[:-1])
+
+
+# Scaled on the way ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 0.1, 2.5e-39, np.float64(1) / 3, 0.0, -0.0, float("inf")])
+def test_values_are_scaled_in_float32_on_their_way_into_the_frame(scale):
+    plain = noise(21, 40_000)
+    strided, swapped = noise(22, 900).reshape(30, 30).T[::-1], noise(23, 50).astype(">f4")
+    tensors = [plain, strided, swapped, np.float32(7).reshape(()), np.zeros((0, 3), np.float32)]
+    layout = ff.TensorLayout.of(tensors)
+    with np.errstate(all="ignore"):
+        scaled = [np.multiply(t, np.float32(scale), dtype=np.float32) for t in tensors]
+        got = layout.encode(CODEC, tensors, 0, 1.0, scale=scale)
+    assert got == layout.encode(CODEC, scaled, 0, 1.0)
+    assert words(plain) == words(noise(21, 40_000))
+
+
+def test_a_scale_that_is_no_number_is_refused():
+    layout, room = ff.TensorLayout.of(arrays(0)), bytearray(500)
+    with pytest.raises(TypeError):
+        layout.encode(CODEC, arrays(0), 0, 1.0, out=room, scale="2")
+    assert not any(room)

@@ -171,6 +171,19 @@ void ff_scale_f32(float *x, size_t n, float scale)
     active->fold(x, 1, NULL, 0, n, scale, 0);
 }
 
+void ff_copy_scaled_f32(uint8_t *dst, const uint8_t *src, size_t n, float scale)
+{
+    for (size_t i = 0; i < n; i++) {
+        float x;
+        memcpy(&x, src + 4 * i, 4);
+        x *= scale;
+        memcpy(dst + 4 * i, &x, 4);
+    }
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    ff_swap32(dst, dst, n);
+#endif
+}
+
 size_t ff_first_nonfinite_f32(const uint8_t *data, size_t n)
 {
     return active->first_nonfinite(data, n);

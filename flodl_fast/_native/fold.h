@@ -20,6 +20,9 @@ void ff_add_f32(float *acc, const uint8_t *in, size_t n);
 /* x[i] *= scale */
 void ff_scale_f32(float *x, size_t n, float scale);
 
+/* Copy n native values, at any alignment, to wire bytes, each times scale. */
+void ff_copy_scaled_f32(uint8_t *dst, const uint8_t *src, size_t n, float scale);
+
 /* Index of the first NaN or infinity among n values; n if there is none. */
 size_t ff_first_nonfinite_f32(const uint8_t *data, size_t n);
 
