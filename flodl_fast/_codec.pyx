@@ -537,7 +537,7 @@ cdef double to_float(Writer* w, PyObject* value) except? -1:
         x = plain
     except OverflowError:
         raise bad_value(w, f"{shown(plain)} is too large for a float") from None
-    if isinf(x) and not np.isinf(<object>value):
+    if isinf(x) and isinstance(<object>value, np.longdouble) and not np.isinf(<object>value):
         raise bad_value(w, f"{<object>value} is too large for a float")
     return x
 
@@ -1265,6 +1265,7 @@ cdef class FrameCodec:
         cdef uint8_t scratch[SCRATCH]
         cdef Writer w
         cdef Py_ssize_t at, waiting = -1, i = 0
+        messages = iter(messages)
         w.start = w.p = scratch
         w.end = scratch + SCRATCH
         w.owner = NULL

@@ -43,7 +43,7 @@ _LAST_PORT = 65535 - max(_PORTS)
 _PORT_ATTEMPTS = 100
 _ACCEPT_POLL = 0.1  # seconds until the listening thread sees that it is to end
 
-_TIMING = get_args(wire.TimingMsg)
+_OF_RANKS = (*get_args(wire.TimingMsg), wire.MetricsMsg)
 
 _logger = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ class LocalCluster:
 
     Ranks come to one port directly, or to two as to their host's relay, mixed as they like. The run begins when all of
     them are there. A rank whose connection ends without Exiting, or that is silent for too long, is dead: it is out of
-    every round from then on, and what it had left of its epoch goes to the others.
+    every round from then on, and what it had left of its epoch goes to the others. As with the crate, its share of
+    later epochs is not trained.
 
     Args:
         world: the number of ranks.
@@ -463,7 +464,7 @@ class _Rank:
 class _Coordinator:
     """Hands out epochs, has the ranks average, gathers their metrics (docs/wire.md §8).
 
-    ``run`` is one thread, which all methods without a lock belong to; others reach it through ``post``.
+    ``run`` is a thread of its own, in which all happens but what is marked as for all threads; those ``post`` to it.
     """
 
     def __init__(self, recipe: _Recipe, *, heartbeat_timeout: float, dial_in: float, reducer: _Reducer) -> None:
@@ -539,8 +540,11 @@ class _Coordinator:
         started = next_beacon = time.monotonic()
         try:
             while self._ranks or not self._ending:
-                with suppress(Empty):
+                try:
                     call, args = self._events.get(timeout=max(0.0, next_beacon - time.monotonic()))
+                except Empty:
+                    pass
+                else:
                     call(*args)
                 now = time.monotonic()
                 if now >= next_beacon:
@@ -680,16 +684,17 @@ class _Coordinator:
     # -- messages
 
     def _handle(self, message: wire.Message) -> None:
-        rank = self._ranks.get(getattr(message, "rank", -1))
+        if not isinstance(message, _OF_RANKS):
+            _logger.warning("dropped a %s, which no rank sends", type(message).__name__)
+            return
+        rank = self._ranks.get(message.rank)
         if rank is None:
             return  # dead, done, or beyond the world
         if isinstance(message, wire.MetricsMsg):
             self._report(rank, message)
-        elif isinstance(message, _TIMING):
+        else:
             rank.heard = time.monotonic()
             self._time(rank, message)
-        else:
-            _logger.warning("dropped a %s, which no rank sends", type(message).__name__)
 
     def _report(self, rank: _Rank, message: wire.MetricsMsg) -> None:
         if self._reports is not None and message.epoch == self._epoch:

@@ -12,7 +12,7 @@ from typing import Annotated, Union
 
 import flodl_fast as ff
 from flodl_fast import messages, protocol
-from flodl_fast.layout import Opt, Since, f64, u64
+from flodl_fast.layout import Opt, Since, f32, f64, i32, u8, u32, u64
 
 
 @dataclass(slots=True)
@@ -34,6 +34,11 @@ class Grown:
 class Numbers:
     rank: u64
     norm: Annotated[Opt[f64], Since("0.7")] = None
+    small: u8 = 0
+    wide: u32 = 0
+    signed: i32 = 0
+    single: f32 = 0.0
+    maybe: Opt[f32] = None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,118 @@
+"""What the tests of messages and frames share: messages in the oracle's form, fresh MACs, damage, odd values."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+from typing import Any, get_args
+
+import reference as ref
+from conftest import SALT
+from generate import messages
+
+import flodl_fast as ff
+
+CODEC = ff.Codec(SALT)
+MESSAGE_FILES = ("control", "timing", "metrics", "rendezvous", "join")
+
+UNIONS = {
+    "Control": ff.ControlMsg, "Timing": ff.TimingMsg, "Rendezvous": ff.RendezvousMsg, "Join": ff.JoinMsg,
+    "Relay": ff.RelayMsg,
+}
+KIND_OF = {cls: kind for kind, union in UNIONS.items() for cls in get_args(union)} | {ff.MetricsMsg: "Metrics"}
+NUMBER_OF = {name: number for number, name in ref.KINDS.items()}
+
+
+def bare(value: Any) -> Any:
+    """A field's value as the oracle has it."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: bare(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, enum.IntEnum):
+        return value.name.title().replace("_", "")
+    if isinstance(value, (list, tuple, bytes)):
+        return [bare(item) for item in value]
+    if isinstance(value, dict):
+        return {key: bare(item) for key, item in value.items()}
+    return value
+
+
+def crate_name(cls: type) -> str:
+    """A variant's name in the crate."""
+    return cls.__name__.removeprefix(KIND_OF[cls]).removesuffix("Msg")
+
+
+def oracle_form(message: Any) -> tuple[str, Any]:
+    """Kind and value of a message as the oracle has them: JSON, but for NaN and the infinities."""
+    kind, fields = KIND_OF[type(message)], bare(message)
+    if kind == "Metrics":
+        return kind, fields
+    name = crate_name(type(message))
+    layout = ref.SCHEMA[kind].variants[name]
+    if layout == ref.UNIT:
+        return kind, name
+    wraps = isinstance(layout, ref.Enum) or list(layout) != list(fields)
+    return kind, {name: next(iter(fields.values())) if wraps else fields}
+
+
+def drawn(seed: int, n: int, **options: Any) -> list[Any]:
+    """`n` generated messages, every variant in turn; the options are those of generate.messages."""
+    return [ff.from_json(kind, value) for kind, value in messages(seed, n, **options)]
+
+
+def one_of_each(seed: int = 0, **options: Any) -> list[Any]:
+    """One generated message of every class that a payload can be, Relay's included."""
+    return drawn(seed, len(KIND_OF), kinds=tuple(ref.SCHEMA), **options)
+
+
+def signed_frame(kind: int, payload: bytes, salt: bytes = SALT) -> bytes:
+    """A control frame whose MAC holds, whatever the payload."""
+    signed = struct.pack("<II", kind, len(payload)) + payload
+    return struct.pack("<II", ref.CONTROL_FRAME, ref.CONTROL_VERSION) + ref.mac8(salt, signed) + signed
+
+
+def signed_record(kind: int, payload: bytes, rank: int = 0) -> bytes:
+    """A mux record whose MAC holds, whatever its kind and payload."""
+    header = struct.pack("<IIBII", ref.MUX_RECORD, ref.MUX_VERSION, kind, rank, len(payload))
+    return header + ref.mac8(SALT, header + payload) + payload
+
+
+def damage(rng: Any, data: bytes) -> bytes:
+    """`data` with a byte changed, cut short or grown."""
+    at = rng.randrange(len(data))
+    match rng.randrange(4):
+        case 0:
+            return data[:at]
+        case 1:
+            return data + rng.randbytes(3)
+        case _:
+            byte = rng.choice((0, 1, 2, 0x14, 0xFA, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF, rng.randrange(256)))
+            return data[:at] + bytes([byte]) + data[at + 1:]
+
+
+class Scalar:
+    """A zero-dimensional tensor of a library that the package does not know."""
+
+    def __init__(self, value: Any, dtype: str, shape: tuple[int, ...] | None = ()):
+        self.value, self.dtype, self.shape = value, dtype, shape
+
+    def __index__(self) -> int:
+        return self.value
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value!r}, {self.dtype!r}, {self.shape!r})"
+
+
+class Hook(Scalar):
+    """An integer that runs something while it is encoded."""
+
+    def __init__(self, run: Any, value: int = 7):
+        super().__init__(value, "int64")
+        self.run = run
+
+    def __index__(self) -> int:
+        self.run()
+        return self.value
