@@ -139,6 +139,7 @@ DEF SCRATCH = 1024          # messages up to this size are built on the C stack
 DEF HEADER = 24             # a control frame's header
 DEF MUX_HEADER = 25
 DEF QUIET = 16384           # bytes from which on the GIL is released around a MAC
+DEF TIMING = 2              # the kind whose messages come as columns
 DEF BATCH = 32              # frames looked at together
 DEF KEY_SIZE = 40           # bytes of the longest map key that is worth keeping
 
@@ -304,8 +305,8 @@ cdef class Table:
         cdef Py_ssize_t i, j
         formats = {<int>U8: "u1", <int>U16: "u2", <int>U32: "u4", <int>U64: "u8", <int>I32: "i4", <int>F32: "f4",
                    <int>F64: "f8", <int>ENUM: "u4"}
-        for i in range(self.families[2].n):
-            message = &self.families[2].variants[i]
+        for i in range(self.families[TIMING].n):
+            message = &self.families[TIMING].variants[i]
             fields, plain = [("index", "i8")], True
             for j in range(message.n):
                 part = &message.child[j]
@@ -402,6 +403,14 @@ cdef object bad_type(const Writer* w, str expected, object value):
 
 
 # --------------------------------------------------------------------------------------------------- writing values
+
+
+cdef inline void begin(Writer* w, uint8_t* scratch) noexcept:
+    """Write into SCRATCH bytes of the caller's, for as long as they suffice."""
+    w.start = w.p = scratch
+    w.end = scratch + SCRATCH
+    w.owner = NULL
+    w.where = NULL
 
 
 cdef int grow(Writer* w, Py_ssize_t n) except -1:
@@ -1135,10 +1144,7 @@ cdef class FrameCodec:
         """
         cdef uint8_t scratch[SCRATCH]
         cdef Writer w
-        w.start = w.p = scratch
-        w.end = scratch + SCRATCH
-        w.owner = NULL
-        w.where = NULL
+        begin(&w, scratch)
         try:
             self.write_frame(&w, message)
             self.tag(w.start + 16, w.p - w.start - 16, w.start + 8)
@@ -1169,10 +1175,7 @@ cdef class FrameCodec:
         cdef Writer w
         if type(message) is Reserved:
             return bytes(memoryview(message.payload))
-        w.start = w.p = scratch
-        w.end = scratch + SCRATCH
-        w.owner = NULL
-        w.where = NULL
+        begin(&w, scratch)
         try:
             write_message(&w, self.table, self.table.find(message), message)
             return finish(&w)
@@ -1266,10 +1269,7 @@ cdef class FrameCodec:
         cdef Writer w
         cdef Py_ssize_t at, waiting = -1, i = 0
         messages = iter(messages)
-        w.start = w.p = scratch
-        w.end = scratch + SCRATCH
-        w.owner = NULL
-        w.where = NULL
+        begin(&w, scratch)
         try:
             for message in messages:
                 if prefixed:
@@ -1354,7 +1354,7 @@ cdef class FrameCodec:
                 for i in range(scan.good):
                     scan.at = scan.place(i)
                     scan.check_left(i)
-                    if scan.spans[i].kind == 2:
+                    if scan.spans[i].kind == TIMING:
                         records.add(i)
                     scan.index += 1
             scan.end()
@@ -1454,10 +1454,7 @@ def check_values(message, revision="0.6"):
     cdef uint8_t scratch[SCRATCH]
     cdef Writer w
     cdef Table table = table_of(revision)
-    w.start = w.p = scratch
-    w.end = scratch + SCRATCH
-    w.owner = NULL
-    w.where = NULL
+    begin(&w, scratch)
     try:
         write_message(&w, table, table.find(message), message)
     finally:
@@ -1597,7 +1594,7 @@ cdef class Records:
     cdef int add(self, Py_ssize_t i) except -1:
         """Take the scan's i-th frame."""
         cdef const Span* s = &self.scan.spans[i]
-        cdef Family* timing = &self.table.families[2]
+        cdef Family* timing = &self.table.families[TIMING]
         cdef Reader r
         cdef uint32_t variant
         cdef const Node* layout
@@ -1605,7 +1602,7 @@ cdef class Records:
         r.p = r.start
         r.end = r.start + s.length
         r.where = NULL
-        variant = read_index(&r, timing.n, FAMILY_NAMES[2])
+        variant = read_index(&r, timing.n, FAMILY_NAMES[TIMING])
         layout = &timing.variants[variant]
         if variant not in self.gathered:
             self.begin(variant, layout)
@@ -1650,7 +1647,7 @@ cdef class Records:
             else:
                 rows.resize((<uintptr_t>self.next[<int>variant] - <uintptr_t>rows.ctypes.data) // rows.itemsize,
                             refcheck=False)
-            named[(<object>self.table.families[2].variants[<int>variant].cls).__name__] = rows
+            named[(<object>self.table.families[TIMING].variants[<int>variant].cls).__name__] = rows
         return named
 
 
