@@ -114,7 +114,7 @@ class _Link(net.Link, asyncio.Protocol):
         return n
 
     async def write(self, data: Any) -> None:
-        """Send all of these bytes. They are the transport's as one, so that a frame can be cancelled only as a whole."""
+        """Send all of these bytes, which a cancellation finds sent whole or not at all."""
         await self._drain()
         self._transport.write(data)
         await self._drain()
@@ -137,7 +137,8 @@ class _Link(net.Link, asyncio.Protocol):
             try:
                 step = next(steps)
             except StopIteration as end:
-                return end.value
+                value: T = end.value
+                return value
             if isinstance(step, Send):
                 for at in range(0, len(step.data), net.READ_SIZE):
                     await self.write(bytes(step.data[at : at + net.READ_SIZE]))
@@ -203,6 +204,8 @@ async def _shake_hands(link: _Link, steps: Steps[T]) -> T:
 
 
 class _Channel(net.Channel):
+    _link: _Link
+
     async def close(self) -> None:
         """Close at once; calls that wait in other tasks raise ChannelClosed. Closing again does nothing."""
         await self._link.close()
@@ -315,13 +318,19 @@ class DataChannel(_Channel):
         return cls(link, codec, line)
 
     async def all_reduce(
-        self, arrays: Iterable[Any], kind: RoundKind, weight: float, out: Iterable[Any] | None = None
+        self,
+        arrays: Iterable[Any],
+        kind: RoundKind,
+        weight: float,
+        out: Iterable[Any] | None = None,
+        *,
+        scale: float | None = None,
     ) -> RoundFrame:
-        """As ``channel.DataChannel.all_reduce``; cancelled, ``out`` stays as it was though this rank's frame may count."""
+        """As ``channel.DataChannel.all_reduce``; cancelled, ``out`` stays as it was, but this rank's frame may count."""
         out = None if out is None else list(out)
         async with self._link.writing, self._link.reading:
             await self._sent()
-            request = self._rounds.ask(arrays, kind, weight, out)
+            request = self._rounds.ask(arrays, kind, weight, out, scale)
             with self._link.guard(asyncio.CancelledError):
                 self._sending = self._link.begin(self._rounds.exchange(request, self.deadlines.reply))
                 await asyncio.shield(self._sending)

@@ -100,7 +100,8 @@ class _Link(net.Link):
             try:
                 step = next(steps)
             except StopIteration as end:
-                return end.value
+                value: T = end.value
+                return value
             if isinstance(step, Send):
                 self.write(step.data)
                 continue
@@ -140,6 +141,8 @@ def _shake_hands(link: _Link, steps: Steps[T]) -> T:
 
 
 class _Channel(net.Channel):
+    _link: _Link
+
     def close(self) -> None:
         """Close at once; calls that wait in other threads raise ChannelClosed. Closing again does nothing.
 
@@ -302,16 +305,25 @@ class DataChannel(_Channel):
         return cls(link, codec, line)
 
     def all_reduce(
-        self, arrays: Iterable[Any], kind: RoundKind, weight: float, out: Iterable[Any] | None = None
+        self,
+        arrays: Iterable[Any],
+        kind: RoundKind,
+        weight: float,
+        out: Iterable[Any] | None = None,
+        *,
+        scale: float | None = None,
     ) -> RoundFrame:
         """One round: send these tensors, wait for all ranks, take the reduced ones (docs/wire.md §6).
 
         Args:
             arrays: float32 arrays by buffer protocol or DLPack, of the same shapes at all ranks.
             kind: MODEL is divided by the summed weight, CONTROL summed only.
-            weight: this rank's mass, finite and not negative; for MODEL the arrays are multiplied by it already.
+            weight: this rank's mass, finite and not negative; what goes into a MODEL round is multiplied by it, before
+                or by ``scale``.
             out: writable float32 arrays of the same shapes for the result, which may be ``arrays``; new ones if None.
                 On any error they are as they were, and also where the reply is not ``realized``.
+            scale: what each value is multiplied by on its way into the frame, rounded to float32 first; None for
+                nothing.
 
         Returns:
             The reduced frame: its tensors are those of ``out``, its weight the summed weight. Where ``realized`` is
@@ -328,7 +340,7 @@ class DataChannel(_Channel):
         """
         out = None if out is None else list(out)
         with self._link.writing, self._link.reading:
-            request = self._rounds.ask(arrays, kind, weight, out)
+            request = self._rounds.ask(arrays, kind, weight, out, scale)
             with self._link.guard():
                 self._link.run(self._rounds.exchange(request, self.deadlines.reply))
                 return self._rounds.adopt(out)
@@ -373,7 +385,7 @@ class DataChannel(_Channel):
                 self._link.write(request)
 
     def recv(self, timeout: float | None = None) -> RoundFrame | RelayMsg:
-        """On a served channel: the host's next frame, summed over its ranks, in new arrays; or its relay's RelayRankExit.
+        """On a served channel: the host's next frame, in new arrays; or its relay's own message, a RelayRankExit.
 
         Args:
             timeout: seconds to wait for a frame to begin, None for no limit.
@@ -400,7 +412,7 @@ class DataChannel(_Channel):
 def accept(
     sock: socket.socket, codec: Codec, world: int, *, deadlines: Deadlines | None = None
 ) -> ControlChannel | DataChannel | JoinChannel:
-    """Serve a socket that was just accepted: look at its first bytes, shake hands, and give the channel that it asks for.
+    """Serve a socket that was just accepted: by its first bytes, shake hands and give the channel that it asks for.
 
     Relays and direct ranks come with a channel's magic and a relay hello; a rank that takes this port for its relay's
     comes with its own hello. Which ranks are there already is the caller's to check.

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from functools import partial
@@ -51,7 +51,7 @@ STATUS_PATIENCE = 2.0  # seconds that one may take
 SAY_EVERY = 30.0  # seconds between two lines that say the same
 LOST_GRACE = 10.0  # seconds for ranks to end by themselves once the controller is gone
 TERMINATE_GRACE = 10.0  # seconds from asking a rank to end to making it
-DRAIN = 5.0  # seconds for the output of a rank that has ended, which its own children may hold open
+DRAIN = 5.0  # seconds for the output of ranks that have ended, which their own children may hold open
 LINE = 1 << 16  # bytes of output without a line end that are passed on at once
 
 
@@ -191,16 +191,18 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _termination() -> Iterator[None]:
-    """Have SIGTERM end the agent the way Ctrl-C does."""
+    """Have signals that end a process end the agent the way Ctrl-C does."""
 
     def stop(number: int, _: Any) -> None:
-        raise _Stop("terminated", 128 + number)
+        raise _Stop(signal.strsignal(number) or "ended by a signal", 128 + number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = [signal.signal(number, stop) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _say(text: str) -> None:
@@ -351,12 +353,13 @@ class _Ranks:
         self._events: _Events = SimpleQueue()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._codes: dict[int, int] = {}
-        self._threads: list[threading.Thread] = []
+        self._waiters: list[threading.Thread] = []
+        self._forwarders: list[threading.Thread] = []
         self._output = threading.Lock()
 
     def run(self, command: Sequence[str], environments: dict[int, dict[str, str]]) -> int:
         """Start a process for each rank and see all of them to their end; the exit code."""
-        threading.Thread(target=self._watch_controller, daemon=True).start()
+        _thread(self._watch_controller)
         lost = None
         try:
             for rank, environ in environments.items():
@@ -385,14 +388,9 @@ class _Ranks:
         except OSError as error:
             raise _Stop(f"rank {rank} cannot be started: {error}", Exit.USAGE) from error
         self._processes[rank] = process
-        forwarders = [
-            threading.Thread(target=self._forward, args=(rank, source, target), daemon=True)
-            for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-        ]
-        waiter = threading.Thread(target=self._wait_for, args=(rank, process, forwarders), daemon=True)
-        self._threads.append(waiter)
-        for thread in (*forwarders, waiter):
-            thread.start()
+        self._waiters.append(_thread(self._wait_for, rank, process))
+        self._forwarders.append(_thread(self._forward, rank, process.stdout, sys.stdout))
+        self._forwarders.append(_thread(self._forward, rank, process.stderr, sys.stderr))
 
     def _wait(self) -> _Stop | None:
         """Wait until all have ended by themselves; what became of the controller if that is why they did."""
@@ -426,8 +424,11 @@ class _Ranks:
         finally:  # A second Ctrl-C ends the wait.
             for process in living.values():
                 _signal(process, getattr(signal, "SIGKILL", signal.SIGTERM))
-        for thread in self._threads:
+        for thread in self._waiters:
             thread.join()
+        until = time.monotonic() + DRAIN
+        for thread in self._forwarders:
+            thread.join(max(0.0, until - time.monotonic()))
         while not self._events.empty():
             event = self._events.get()
             if isinstance(event, _Ended):
@@ -452,19 +453,22 @@ class _Ranks:
         except FlodlError as error:
             self._events.put(_Stop(f"the controller is gone: {error}", Exit.LOST))
 
-    def _wait_for(self, rank: int, process: subprocess.Popen[bytes], forwarders: Sequence[threading.Thread]) -> None:
-        code = process.wait()
-        for thread in forwarders:
-            thread.join(DRAIN)
-        self._events.put(_Ended(rank, code))
+    def _wait_for(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self._events.put(_Ended(rank, process.wait()))
 
     def _forward(self, rank: int, source: IO[bytes], target: Any) -> None:
         """Pass on output line by line, to the end whatever becomes of the target, lest the rank stand still."""
         with source:
             for line in iter(partial(source.readline, LINE), b""):
-                with self._output, suppress(OSError, ValueError):
+                with self._output, suppress(AttributeError, OSError, ValueError):
                     target.buffer.write(b"[rank %d] " % rank + line.rstrip(b"\r\n") + b"\n")
                     target.flush()
+
+
+def _thread(run: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=run, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

@@ -166,12 +166,12 @@ def stalled(deadlines: Deadlines) -> ChannelError:
     return ChannelError(f"the peer has taken nothing for {deadlines.write_stall} s")
 
 
-def _closed(reason: BaseException) -> ChannelClosed:
+def _closed(reason: FlodlError) -> ChannelClosed:
     """What later calls raise on a channel that an error, or its owner, has closed."""
     return ChannelClosed(f"the channel is closed: {reason}")
 
 
-def no_answer(address: tuple[str, int], deadlines: Deadlines, error: OSError) -> HandshakeError:
+def no_answer(address: tuple[str, int], deadlines: Deadlines, error: Exception) -> HandshakeError:
     """Nobody takes the dial."""
     return HandshakeError(f"{address[0]}:{address[1]} did not answer in {deadlines.attempts} attempts: {error}")
 
@@ -206,26 +206,28 @@ class Link(ABC):
 
         A wait that has passed between frames does not, nor does a TensorError, nor what is named harmless.
         """
+        passes: tuple[type[BaseException], ...] = (Elapsed, TensorError, *harmless)
         if self._reason is not None:
             raise _closed(self._reason) from self._reason
         try:
             yield
-        except (Elapsed, TensorError, *harmless):
+        except passes:
             raise
         except FlodlError as error:
-            self.shut(error)
-            if self._reason is not error:
-                raise _closed(self._reason) from self._reason
+            reason = self.shut(error)
+            if reason is not error:
+                raise _closed(reason) from reason
             raise
         except BaseException:
             self.shut(ChannelError("a call was interrupted"))
             raise
 
-    def shut(self, reason: FlodlError) -> None:
-        """End the stream, which wakes whoever waits."""
+    def shut(self, reason: FlodlError) -> FlodlError:
+        """End the stream, which wakes whoever waits; the reason that stands, which is the first."""
         if self._reason is None:
             self._reason = reason
             self._end()
+        return self._reason
 
     @abstractmethod
     def _end(self) -> None: ...
@@ -250,10 +252,10 @@ class Channel:
     world: int = 0
     host: str | None = None
 
-    def __init__(self, link: Any, codec: Codec, line: Line | None) -> None:
+    def __init__(self, link: Link, codec: Codec, line: Line | None) -> None:
         self._link = link
         self.codec = codec
-        self.deadlines: Deadlines = link.deadlines
+        self.deadlines = link.deadlines
         if line is not None:
             self.ranks, self.world, self.host = line.ranks, line.world, line.host
 
@@ -299,7 +301,8 @@ class Line:
 def dial_control(codec: Codec, line: Line, wait: float) -> Steps[None]:
     """A rank's side of a control handshake."""
     if line.host is not None:
-        return (yield from _dial_controller(codec, protocol.MAGIC_CHANNEL_CONTROL, line, wait))
+        hello = RelayHello(line.host, list(line.ranks))
+        return (yield from _dial_controller(codec, protocol.MAGIC_CHANNEL_CONTROL, hello, wait))
     yield Send(codec.control_hello(line.ranks[0], line.world))
     codec.check_control_ack((yield from _take(len(codec.control_ack()), wait)))
 
@@ -307,7 +310,8 @@ def dial_control(codec: Codec, line: Line, wait: float) -> Steps[None]:
 def dial_data(codec: Codec, line: Line, wait: float) -> Steps[None]:
     """A rank's side of a data handshake."""
     if line.host is not None:
-        return (yield from _dial_controller(codec, protocol.MAGIC_CHANNEL_DATA, line, wait))
+        hello = RelayHello(line.host, list(line.ranks))
+        return (yield from _dial_controller(codec, protocol.MAGIC_CHANNEL_DATA, hello, wait))
     yield Send(codec.data_hello(line.ranks[0], line.world))
     codec.check_data_ack((yield from _take(len(codec.data_ack()), wait)))
 
@@ -318,7 +322,7 @@ def dial_join() -> Steps[None]:
 
 
 def serve(codec: Codec, world: int, deadlines: Deadlines) -> Steps[tuple[int, Line | None]]:
-    """The controller's side of whatever handshake comes: the channel's magic, and its line unless it is a join channel."""
+    """The controller's side of whatever handshake comes: the channel's magic, and its line, None on a join channel."""
     first = yield from _take(len(_magic(0)), deadlines.first_bytes)
     magic = int.from_bytes(first, "little")
     wait = deadlines.handshake
@@ -344,8 +348,7 @@ def serve(codec: Codec, world: int, deadlines: Deadlines) -> Steps[tuple[int, Li
     raise HandshakeError(f"the first bytes {first.hex()} ask for no channel that is served here")
 
 
-def _dial_controller(codec: Codec, magic: int, line: Line, wait: float) -> Steps[None]:
-    hello = RelayHello(line.host, list(line.ranks))
+def _dial_controller(codec: Codec, magic: int, hello: RelayHello, wait: float) -> Steps[None]:
     yield Send(_magic(magic) + codec.encode_mux(MuxRecord(MuxKind.CONTROL, payload=hello)))
     record = yield from _take_record(codec, wait)
     if not isinstance(record.payload, RelayHelloAck):
@@ -370,10 +373,17 @@ def _take(size: int, wait: float) -> Steps[bytes]:
 
 def _take_record(codec: Codec, wait: float) -> Steps[MuxRecord]:
     head = yield from _take(MUX_HEADER, wait)
-    size = codec.measure_record(head) - MUX_HEADER
+    size = _payload_size(codec, head)
     if size > codec.max_payload:
         raise LimitError(f"a relay message of {size} bytes is above the limit of {codec.max_payload} (max_payload)")
     return codec.decode_mux(head + (yield from _take(size, wait)))
+
+
+def _payload_size(codec: Codec, head: Any) -> int:
+    """The size of a mux record's payload, by its whole header."""
+    size = codec.measure_record(head)
+    assert size is not None
+    return size - MUX_HEADER
 
 
 # --------------------------------------------------------------------------------------------------------- messages
@@ -402,16 +412,17 @@ class Messages:
     """
 
     def __init__(self, codec: Codec, line: Line | None) -> None:
-        self._line = line
+        self._ranks = () if line is None else line.ranks
+        self._served = line is not None and line.served
+        self._prefixed = line is not None and line.host is None
+        self._mux = line is not None and line.host is not None
         self._use(codec)
         self._heard = self._moved = time.monotonic()
 
     def _use(self, codec: Codec, rest: bytes = b"") -> None:
-        prefixed = self._line is not None and self._line.host is None
-        self._mux = self._line is not None and not prefixed
         self._codec = codec
-        self._writer = FrameWriter(codec, "control", prefixed=prefixed)
-        self._reader = _Frames(codec, "mux" if self._mux else "control", prefixed=prefixed)
+        self._writer = FrameWriter(codec, "control", prefixed=self._prefixed)
+        self._reader = _Frames(codec, "mux" if self._mux else "control", prefixed=self._prefixed)
         self._reader.feed(rest)
 
     def rekey(self, codec: Codec) -> None:
@@ -421,12 +432,12 @@ class Messages:
     def pack(self, message: Message, rank: int | None = None) -> bytes | bytearray:
         """The bytes that carry a message, to or from one of the line's ranks."""
         frame = self._writer.write(message)
-        if self._line is None:
+        if not self._ranks:
             return frame
-        if rank is None and len(self._line.ranks) == 1:
-            rank = self._line.ranks[0]
-        if rank not in self._line.ranks:
-            raise ValueError(f"rank {rank} is not one of {list(self._line.ranks)}, which this channel serves")
+        if rank is None and len(self._ranks) == 1:
+            rank = self._ranks[0]
+        if rank not in self._ranks:
+            raise ValueError(f"rank {rank} is not one of {list(self._ranks)}, which this channel serves")
         return self._codec.seal_record(MuxKind.DATA, rank, frame) if self._mux else frame
 
     def feed(self, data: Any) -> None:
@@ -437,23 +448,25 @@ class Messages:
     def next(self) -> Message | RelayMsg | None:
         """The next message that is complete; a relay's own message only where the line is served."""
         while (item := self._reader.next()) is not None:
-            if self._mux:
-                item = self._unpack(item)
-            if item is not None:
+            message: Message | RelayMsg | None = self._unpack(item) if self._mux else item
+            if message is not None:
                 self._heard = time.monotonic()
-                return item
+                return message
         return None
 
     def _unpack(self, record: MuxRecord) -> Message | RelayMsg | None:
+        payload: Any = record.payload
         if record.kind is MuxKind.DATA:
             # The payload says whose it is; towards a rank the tag says for whom.
-            ours = self._line.served or record.rank in self._line.ranks
-            return self._codec.decode(record.payload) if ours else None
+            return self._codec.decode(payload) if self._served or record.rank in self._ranks else None
         if record.kind is MuxKind.CONTROL:
-            return record.payload if self._line.served else None
+            message: RelayMsg = payload
+            return message if self._served else None
         raise ChannelError(f"a {record.kind.name} record has no place on a control channel")
 
-    def patience(self, until: float | None, liveness: float | None, starvation: float) -> tuple[float | None, Exception]:
+    def patience(
+        self, until: float | None, liveness: float | None, starvation: float
+    ) -> tuple[float | None, Exception]:
         """How long to wait for bytes, None for no limit, and what to raise if none come.
 
         Args:
@@ -497,7 +510,7 @@ class _Scratch:
             grown = np.empty(size, np.uint8)
             grown[:keep] = self._bytes[:keep]
             self._bytes = grown
-        return memoryview(self._bytes)[:size]
+        return self._bytes.data[:size]
 
 
 class Rounds:
@@ -521,23 +534,30 @@ class Rounds:
         self._asked: tuple[TensorLayout, RoundKind, list[tuple[int, ...]]]
 
     def ask(
-        self, arrays: Iterable[Any], kind: RoundKind, weight: float, out: Iterable[Any] | None
+        self,
+        arrays: Iterable[Any],
+        kind: RoundKind,
+        weight: float,
+        out: Iterable[Any] | None,
+        scale: float | None,
     ) -> memoryview:
         """The bytes that ask for a round, once ``out`` is known to fit the reply."""
         arrays = arrays_of(arrays)
         if out is not None:
             _check_targets(arrays, arrays_of(out))
-        return self.pack(arrays, kind, weight)
+        return self.pack(arrays, kind, weight, scale)
 
-    def pack(self, arrays: Iterable[Any], kind: RoundKind, weight: float) -> memoryview:
+    def pack(
+        self, arrays: Iterable[Any], kind: RoundKind, weight: float, scale: float | None = None
+    ) -> memoryview:
         """The bytes that carry a round frame."""
         arrays = arrays_of(arrays)
         layout = self._layouts.get(len(arrays)) or TensorLayout.of(arrays)
         try:
-            size = self._encode(layout, arrays, kind, weight)
+            size = self._encode(layout, arrays, kind, weight, scale)
         except TensorError:  # Other shapes than the last round of so many tensors.
             layout = TensorLayout.of(arrays)
-            size = self._encode(layout, arrays, kind, weight)
+            size = self._encode(layout, arrays, kind, weight, scale)
         self._layouts[len(arrays)] = layout
         self._asked = layout, RoundKind(kind), [array.shape for array in arrays]
         whole = self._out.view(MUX_HEADER + size)
@@ -547,12 +567,14 @@ class Rounds:
         struct.pack_into("<I", whole, MUX_HEADER - LENGTH_PREFIX, size)
         return whole[MUX_HEADER - LENGTH_PREFIX :]
 
-    def _encode(self, layout: TensorLayout, arrays: Sequence[Any], kind: RoundKind, weight: float) -> int:
-        limit = min(self._codec.frame_ceiling, protocol.MAX_PREFIX)
-        if layout.frame_size > limit:
-            raise EncodeError(f"a round frame of {layout.frame_size} bytes is above the limit of {limit} (frame_ceiling)")
-        room = self._out.view(MUX_HEADER + layout.frame_size)[MUX_HEADER:]
-        return layout.encode(self._codec, arrays, kind, weight, out=room)
+    def _encode(
+        self, layout: TensorLayout, arrays: Sequence[Any], kind: RoundKind, weight: float, scale: float | None
+    ) -> int:
+        size, limit = layout.frame_size, min(self._codec.frame_ceiling, protocol.MAX_PREFIX)
+        if size > limit:
+            raise EncodeError(f"a round frame of {size} bytes is above the limit of {limit} (frame_ceiling)")
+        room = self._out.view(MUX_HEADER + size)[MUX_HEADER:]
+        return layout.encode(self._codec, arrays, kind, weight, out=room, scale=scale)
 
     def tell(self, message: RelayMsg) -> bytes:
         """The bytes that carry a relay message; none where frames have length prefixes."""
@@ -589,7 +611,7 @@ class Rounds:
                 return None
             if kind is not MuxKind.CONTROL:
                 raise ChannelError(f"a {kind.name} record has no place on this data channel")
-            message = self._codec.decode_payload("Relay", self._frame)
+            message: RelayMsg = self._codec.decode_payload("Relay", self._frame)
             if self._line.served:
                 return message
             if isinstance(message, RelayDeclareDead) and message.rank in self._line.ranks:
@@ -597,7 +619,7 @@ class Rounds:
 
     def _measure(self, head: memoryview) -> int:
         if self._mux:
-            return self._codec.measure_record(head) - MUX_HEADER
+            return _payload_size(self._codec, head)
         size = int.from_bytes(head, "little")
         if size > self._codec.frame_ceiling:
             raise LimitError(
@@ -610,19 +632,19 @@ class Rounds:
         return self._codec.decode_round(self._frame)
 
     def adopt(self, out: Sequence[Any] | None) -> RoundFrame:
-        """The frame that was received, as the answer to the one that was asked for; in new arrays if ``out`` is None."""
+        """The frame that was received, as the reply to the one that was asked for; in new arrays if out is None."""
         layout, asked, shapes = self._asked
         # What the header says is believed only once a decoder has checked the MAC.
         kind, weight = _HEAD.unpack_from(self._frame) if len(self._frame) >= _HEAD.size else (asked, 1.0)
-        local = out is not None and kind == RoundKind.MODEL and weight == 0
-        if kind != asked or local:
+        keep = out is not None and kind == RoundKind.MODEL and weight == 0
+        targets = [np.empty(shape, np.float32) for shape in shapes] if out is None else out
+        if kind != asked or keep:
             TensorLayout.from_frame(self._codec, self._frame)
             if kind != asked:
                 raise TensorError(f"a {asked.name} round was asked for, the reply is {RoundKind(kind).name}")
         else:
-            out = [np.empty(shape, np.float32) for shape in shapes] if out is None else out
-            layout.decode_into(self._codec, self._frame, out)
-        return RoundFrame(out, asked, weight)
+            layout.decode_into(self._codec, self._frame, targets)
+        return RoundFrame(targets, asked, weight)
 
     def broadcast(self, arrays: Iterable[Any], root: int) -> Sequence[Any]:
         """What this rank gives to a broadcast of the root's arrays."""
@@ -647,7 +669,7 @@ _RECORD = struct.Struct("<IIBII")  # a mux record's header, up to the MAC
 def _check_targets(arrays: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> None:
     if len(targets) != len(arrays):
         raise TensorError(f"{len(arrays)} tensors to reduce, out has {len(targets)}")
-    for i, (array, target) in enumerate(zip(arrays, targets)):
+    for i, (array, target) in enumerate(zip(arrays, targets, strict=True)):
         if target is not array and target.shape != array.shape:
             raise TensorError(f"tensor {i}: expected shape {array.shape}, out has {target.shape}")
         if not target.flags.writeable:
@@ -668,7 +690,7 @@ def _seal(codec: Codec, kind: MuxKind, whole: memoryview) -> None:
 
 
 def _open(codec: Codec, whole: memoryview) -> MuxKind:
-    """The kind of a mux record whose header has been measured, its MAC checked; its header is moved as in ``_seal``."""
+    """The kind of a mux record, its header measured before, its MAC checked here; the header is moved as in _seal."""
     gap = MUX_HEADER - _RECORD.size
     tag = bytes(whole[_RECORD.size : MUX_HEADER])
     whole[gap:MUX_HEADER] = bytes(whole[: _RECORD.size])
