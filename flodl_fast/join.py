@@ -261,8 +261,10 @@ def _admission(channel: JoinChannel, args: argparse.Namespace) -> JoinAccept:
         raise _Stop(f"the answer is not from a flodl controller of this revision: {error}", Exit.LOST) from error
     if isinstance(answer, JoinReject):
         raise _Stop(f"refused: {answer.reason}", Exit.REFUSED)
-    if not isinstance(answer, JoinAccept) or len(answer.ranks) != len(args.devices):
-        raise _Stop(f"{len(args.devices)} devices were offered, the controller answers {answer}", Exit.LOST)
+    if not isinstance(answer, JoinAccept):  # The messages themselves may hold the salt.
+        raise _Stop(f"expected an answer, the controller sends a {type(answer).__name__}", Exit.LOST)
+    if len(answer.ranks) != len(args.devices):
+        raise _Stop(f"{len(args.devices)} devices were offered, the controller admits ranks {answer.ranks}", Exit.LOST)
     if args.salt is None:
         if answer.salt_hex is None:
             raise _Stop("the controller admits this host but keeps the session salt: give --salt-file", Exit.REFUSED)
@@ -284,7 +286,7 @@ def _world(channel: JoinChannel, args: argparse.Namespace, accept: JoinAccept) -
     if isinstance(message, JoinAbort):
         raise _Stop(f"the controller gives the run up: {message.reason}", Exit.ABORTED)
     if not isinstance(message, JoinWorldFormed):
-        raise _Stop(f"expected the world, the controller sends {message}", Exit.LOST)
+        raise _Stop(f"expected the world, the controller sends a {type(message).__name__}", Exit.LOST)
     environments = []
     for index, (rank, device) in enumerate(zip(accept.ranks, args.devices, strict=True)):
         environ = {
