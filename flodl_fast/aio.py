@@ -99,12 +99,12 @@ class _Link(net.Link, asyncio.Protocol):
 
     # -- steps
 
-    async def receive(self, view: memoryview, wait: float | None) -> int:
-        """The number of bytes that came into the view, 0 at the end of the stream; TimeoutError if none came."""
+    async def receive(self, view: memoryview, wait: float | None) -> int | None:
+        """The number of bytes that came into the view, 0 at the end of the stream, None if none came in time."""
         if not self._came and not self._ended:
             self._reader = _waiter(wait)
             if not await self._reader:
-                raise TimeoutError
+                return None
         n = min(len(view), len(self._came))
         with memoryview(self._came) as came:
             view[:n] = came[:n]
@@ -122,13 +122,13 @@ class _Link(net.Link, asyncio.Protocol):
     async def _drain(self) -> None:
         """Wait until the operating system has all that was written."""
         left = self._transport.get_write_buffer_size()
-        while self._full and not self._gone.done():
+        while self._full and not self._transport.is_closing():
             self._writer = _waiter(self.deadlines.write_stall)
             if not await self._writer:
                 before, left = left, self._transport.get_write_buffer_size()
                 if left >= before:
                     raise net.stalled(self.deadlines)
-        if self._gone.done():
+        if self._transport.is_closing():
             raise ChannelClosed("the peer has closed the channel")
 
     async def run(self, steps: Steps[T]) -> T:
@@ -145,10 +145,9 @@ class _Link(net.Link, asyncio.Protocol):
                 continue
             got = 0
             while got < len(step.view):
-                try:
-                    n = await self.receive(step.view[got:], step.wait)
-                except TimeoutError:
-                    raise step.late(got) from None
+                n = await self.receive(step.view[got:], step.wait)
+                if n is None:
+                    raise step.late(got)
                 if n == 0:
                     raise step.ended(got)
                 got += n
@@ -241,10 +240,9 @@ class _MessageChannel(_Channel):
             with self._link.guard(asyncio.CancelledError):
                 while (message := self._messages.next()) is None:
                     wait, late = self._messages.patience(until, liveness, self.deadlines.starvation)
-                    try:
-                        n = await self._link.receive(self._buffer, wait)
-                    except TimeoutError:
-                        raise late from None
+                    n = await self._link.receive(self._buffer, wait)
+                    if n is None:
+                        raise late
                     if n == 0:
                         raise self._messages.ended()
                     self._messages.feed(self._buffer[:n])
@@ -326,7 +324,7 @@ class DataChannel(_Channel):
         *,
         scale: float | None = None,
     ) -> RoundFrame:
-        """As ``channel.DataChannel.all_reduce``; cancelled, ``out`` stays as it was, but this rank's frame may count."""
+        """As ``channel.DataChannel.all_reduce``; cancelled, ``out`` stays as it was, though the frame may count."""
         out = None if out is None else list(out)
         async with self._link.writing, self._link.reading:
             await self._sent()

@@ -11,6 +11,7 @@ then, and later calls raise ChannelClosed that names the reason.
 
 from __future__ import annotations
 
+import selectors
 import socket
 import threading
 import time
@@ -36,11 +37,11 @@ Address = tuple[str, int]
 T = TypeVar("T")
 Self = TypeVar("Self", bound="_Channel")
 
-_FOREVER = 3600.0  # The socket stays non-blocking underneath, so "no limit" is this over and over.
+_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
 
 class _Link(net.Link):
-    """A socket whose two directions wait on their own; each is used under its lock and ``guard``."""
+    """A non-blocking socket whose two directions wait on their own; each is used under its lock and ``guard``."""
 
     def __init__(self, sock: socket.socket, deadlines: Deadlines) -> None:
         super().__init__(deadlines)
@@ -48,9 +49,8 @@ class _Link(net.Link):
         self.reading = threading.Lock()
         with suppress(OSError):  # Not every socket is TCP's.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._in = sock
-        self._out = sock.dup()
-        self._out.settimeout(deadlines.write_stall)
+        sock.setblocking(False)
+        self._sock = sock
 
     @classmethod
     def dial(cls, address: Address | socket.socket, deadlines: Deadlines) -> _Link:
@@ -66,33 +66,38 @@ class _Link(net.Link):
                     raise net.no_answer(address, deadlines, error) from error
             time.sleep(deadlines.pause)
 
-    def receive(self, view: memoryview, wait: float | None) -> int:
-        """The number of bytes that came into the view, 0 at the end of the stream; TimeoutError if none came."""
-        self._in.settimeout(_FOREVER if wait is None else wait)
+    def receive(self, view: memoryview, wait: float | None) -> int | None:
+        """The number of bytes that came into the view, 0 at the end of the stream, None if none came in time."""
         while True:
             try:
-                return self._in.recv_into(view)
+                return self._sock.recv_into(view)
             except BlockingIOError:
-                raise TimeoutError from None
-            except TimeoutError as error:
-                if error.errno is not None:  # Not the wait has ended: the network has given up.
-                    return 0
-                if wait is not None:
+                if not self._ready(selectors.EVENT_READ, wait):
+                    return None
+            except OSError as error:
+                if error.errno is None:  # raised by a signal handler
                     raise
-            except OSError:
                 return 0
 
     def write(self, data: Any) -> None:
         """Send all of these bytes."""
         sent = 0
         with memoryview(data) as view:
-            try:
-                while sent < len(view):
-                    sent += self._out.send(view[sent:])
-            except TimeoutError:
-                raise net.stalled(self.deadlines) from None
-            except OSError as error:
-                raise ChannelClosed(f"the peer has closed the channel ({error})") from error
+            while sent < len(view):
+                try:
+                    sent += self._sock.send(view[sent:])
+                except BlockingIOError:
+                    if not self._ready(selectors.EVENT_WRITE, self.deadlines.write_stall):
+                        raise net.stalled(self.deadlines) from None
+                except OSError as error:
+                    if error.errno is None:
+                        raise
+                    raise ChannelClosed(f"the peer has closed the channel ({error})") from error
+
+    def _ready(self, event: int, wait: float | None) -> bool:
+        with _Selector() as selector:
+            selector.register(self._sock, event)
+            return bool(selector.select(wait))
 
     def run(self, steps: Steps[T]) -> T:
         """Carry out a conversation; what it returns."""
@@ -107,26 +112,24 @@ class _Link(net.Link):
                 continue
             got = 0
             while got < len(step.view):
-                try:
-                    n = self.receive(step.view[got:], step.wait)
-                except TimeoutError:
-                    raise step.late(got) from None
+                n = self.receive(step.view[got:], step.wait)
+                if n is None:
+                    raise step.late(got)
                 if n == 0:
                     raise step.ended(got)
                 got += n
 
     def _end(self) -> None:
         with suppress(OSError):  # The peer may be gone already.
-            self._in.shutdown(socket.SHUT_RDWR)
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.shut(ChannelClosed("this side has closed it"))
-        with self.writing, self.reading:  # Nobody uses the descriptors any more, which may name other files soon.
-            self._in.close()
-            self._out.close()
+        with self.writing, self.reading:  # Nobody uses the descriptor any more, which may soon be another file's.
+            self._sock.close()
 
     def fileno(self) -> int:
-        return self._in.fileno()
+        return self._sock.fileno()
 
 
 def _shake_hands(link: _Link, steps: Steps[T]) -> T:
@@ -204,10 +207,9 @@ class _MessageChannel(_Channel):
         with self._link.reading, self._link.guard():
             while (message := self._messages.next()) is None:
                 wait, late = self._messages.patience(until, liveness, self.deadlines.starvation)
-                try:
-                    n = self._link.receive(self._buffer, wait)
-                except TimeoutError:
-                    raise late from None
+                n = self._link.receive(self._buffer, wait)
+                if n is None:
+                    raise late
                 if n == 0:
                     raise self._messages.ended()
                 self._messages.feed(self._buffer[:n])

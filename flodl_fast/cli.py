@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import binascii
+import importlib
 import json
 import math
 import os
@@ -75,7 +76,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     inspect.add_argument("file", metavar="FILE", help="the file, or - for standard input")
     salt = inspect.add_mutually_exclusive_group()
     salt.add_argument("--salt", type=_salt, metavar="HEX", help="check MACs with this session salt, 32 hex digits")
-    salt.add_argument("--salt-file", type=_salt_file, dest="salt", metavar="FILE", help="the same, from a file")
+    salt.add_argument("--salt-file", type=salt_file, dest="salt", metavar="FILE", help="the same, from a file")
     inspect.add_argument("--framing", choices=FRAMINGS, default="auto", help="how the bytes are framed (default: auto)")
     inspect.add_argument("--limit", type=_count, metavar="N", help="stop after N frames")
     inspect.add_argument("--json", action="store_true", help="print one JSON object a line, for programs")
@@ -84,12 +85,16 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     for sub, default, of in ((encode, "0.6", ""), (decode, "0.6", ""), (inspect, None, "the capture's own, else ")):
         sub.add_argument("--revision", choices=REVISIONS, default=default, help=f"the wire's (default: {of}0.6)")
 
-    demo = commands.add_parser("demo", help="train three ranks on real data through the codec")
-    if argv[:1] == ["demo"]:  # It alone needs what it imports.
-        from . import demo as demonstration
-
-        demonstration.add_arguments(demo)
-        demo.set_defaults(run=demonstration.run)
+    # These alone need what they import.
+    for name, help in (
+        ("demo", "train three ranks on real data, over sockets"),
+        ("join", "enter a cluster and start a command for each rank of this host"),
+    ):
+        sub = commands.add_parser(name, help=help)
+        if argv[:1] == [name]:
+            module = importlib.import_module(f".{name}", __package__)
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
     return parser
 
 
@@ -100,7 +105,8 @@ def _salt(text: str) -> bytes:
         raise argparse.ArgumentTypeError(str(error)) from None  # argparse's own message would show the salt
 
 
-def _salt_file(name: str) -> bytes:
+def salt_file(name: str) -> bytes:
+    """The salt that a file holds, as an argument's type; its errors never show the salt."""
     try:
         return _salt(Path(name).read_text(encoding="ascii"))
     except (OSError, UnicodeDecodeError) as error:

@@ -21,7 +21,7 @@ ROUTE = "FLODL_FAST_ROUTE"
 # Other roles of the crate's launcher: a process that has one of these is not a rank.
 _OTHER_ROLES = ("FLODL_INTERNAL_FULL_CLUSTER_JSON", "FLODL_INTERNAL_RELAY_JSON", "FLODL_INTERNAL_AGENT_JSON")
 
-_RELAY_DATA, _RELAY_CONTROL = 4, 5  # ports of a host's relay, counted from the controller's
+RELAY_DATA, RELAY_CONTROL = 4, 5  # ports of a host's relay, counted from the controller's
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Environment:
     @property
     def data(self) -> tuple[str, int]:
         """Where the data channel is dialled."""
-        return self.controller if self.direct else ("127.0.0.1", self.controller[1] + _RELAY_DATA)
+        return self.controller if self.direct else ("127.0.0.1", self.controller[1] + RELAY_DATA)
 
     @property
     def control(self) -> tuple[str, int]:
         """Where the control channel is dialled."""
-        return self.controller if self.direct else ("127.0.0.1", self.controller[1] + _RELAY_CONTROL)
+        return self.controller if self.direct else ("127.0.0.1", self.controller[1] + RELAY_CONTROL)
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
@@ -84,7 +84,7 @@ class Environment:
         ranks = worker.numbers("ranks", world - 1)
         index = _index(_need(environ, LOCAL_RANK), len(ranks))
         direct = _direct(environ)
-        port = controller.number("port", 1, 65535 if direct else 65535 - _RELAY_CONTROL)
+        port = controller.number("port", 1, 65535 if direct else 65535 - RELAY_CONTROL)
         return cls(
             rank=ranks[index],
             world=world,

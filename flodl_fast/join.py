@@ -22,12 +22,12 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any, NamedTuple
 
 from . import protocol
 from .channel import Address, JoinChannel
+from .cli import salt_file
 from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, ROUTE, Environment
 from .errors import AuthenticationError, ChannelError, DecodeError, FlodlError, HandshakeError
 from .frames import Codec
@@ -45,7 +45,6 @@ from .net import scaled
 
 __all__ = ["Exit", "add_arguments", "run"]
 
-FORMATION_MARGIN = 30  # seconds beyond what the controller says the world may take (docs/wire.md §7)
 STATUS_EVERY = 5.0  # seconds between two looks at the controller's status page
 STATUS_PATIENCE = 2.0  # seconds that one may take
 SAY_EVERY = 30.0  # seconds between two lines that say the same
@@ -125,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--salt-file",
-        type=_salt_file,
+        type=salt_file,
         dest="salt",
         metavar="FILE",
         help="a file with the session salt, 32 hex digits; without it the controller must admit anyone",
@@ -151,13 +150,6 @@ def _devices(text: str) -> bytes:
     if not all(part.isdecimal() and int(part) < 256 for part in parts) or len(set(map(int, parts))) < len(parts):
         raise argparse.ArgumentTypeError(f"expected different numbers from 0 to 255 with commas between, got {text!r}")
     return bytes(map(int, parts))
-
-
-def _salt_file(name: str) -> bytes:
-    try:
-        return protocol.parse_salt(Path(name).read_text(encoding="ascii"))
-    except (OSError, ValueError) as error:  # which never holds the salt
-        raise argparse.ArgumentTypeError(f"cannot read a salt from {name}: {error}") from None
 
 
 def _dataset_sig(text: str) -> bytes:
@@ -281,7 +273,7 @@ def _salt_in_use(args: argparse.Namespace) -> str:
 
 def _world(channel: JoinChannel, args: argparse.Namespace, accept: JoinAccept) -> list[dict[str, str]]:
     """The environment of each rank, once the controller has formed the world."""
-    until = time.monotonic() + accept.formation_wait_secs + FORMATION_MARGIN
+    until = time.monotonic() + accept.formation_wait_secs + protocol.FORMATION_MARGIN
     message = _wait_for_world(channel, args.controller, until)
     if isinstance(message, JoinAbort):
         raise _Stop(f"the controller gives the run up: {message.reason}", Exit.ABORTED)

@@ -27,7 +27,7 @@ from typing import Any, Literal, cast, get_args
 from . import messages as wire
 from . import protocol
 from .channel import Address, ControlChannel, DataChannel, accept
-from .environment import _RELAY_CONTROL, _RELAY_DATA, CLUSTER, HOST_NAME, LOCAL_RANK, ROUTE
+from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, RELAY_CONTROL, RELAY_DATA, ROUTE
 from .errors import ChannelClosed, ChannelError, FlodlError, HandshakeError, TensorError
 from .frames import Codec
 from .net import scaled
@@ -38,7 +38,7 @@ __all__ = ["LocalCluster", "LocalResult", "aggregate_metrics"]
 BEACON = 1.0  # seconds between two CoordHeartbeats
 CEILING = 300  # seconds that an averaging cycle may take, or ten heartbeat timeouts where that is longer
 FINAL_EVALUATION = 2**64 - 1  # its schedule_id
-_PORTS = (0, _RELAY_DATA, _RELAY_CONTROL)  # served, counted from the controller's
+_PORTS = (0, RELAY_DATA, RELAY_CONTROL)  # served, counted from the controller's
 _LAST_PORT = 65535 - max(_PORTS)
 _PORT_ATTEMPTS = 100
 _ACCEPT_POLL = 0.1  # seconds until the listening thread sees that it is to end

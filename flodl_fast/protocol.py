@@ -150,3 +150,4 @@ LIVENESS = 30  # * control frames to a rank, timing frames from one
 DIAL_IN = 60  # * until the relays cover the world
 JOIN_HELLO = 10  # * the controller's wait
 JOIN_REPLY = 30  # * the agent's wait
+FORMATION_MARGIN = 30  # beyond what the controller says the world may take to form

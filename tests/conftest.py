@@ -38,13 +38,18 @@ def same(got: Any, expected: Any) -> bool:
 
 
 @pytest.fixture(scope="session")
-def peer() -> Iterator[Callable[[str], Peer]]:
-    """The reference peer of 0.6.0: `peer("encode")` is its process of that mode, one a session."""
+def peer_binary() -> Path:
+    """The reference peer of 0.6.0."""
     if sys.platform != "linux":
         pytest.skip("the reference peer is linked without libtorch, by flags of Linux linkers")
     cargo = find_cargo()
     if cargo is None:
         pytest.skip("the reference peer is built by cargo, which is not installed")
-    binary = build(cargo)
+    return build(cargo)
+
+
+@pytest.fixture(scope="session")
+def peer(peer_binary: Path) -> Iterator[Callable[[str], Peer]]:
+    """`peer("encode")` is the reference peer's process of that mode, one a session."""
     with ExitStack() as stack:
-        yield cache(lambda mode: stack.enter_context(Peer(binary, mode)))
+        yield cache(lambda mode: stack.enter_context(Peer(peer_binary, mode)))

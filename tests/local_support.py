@@ -15,13 +15,11 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import SALT
-from peer import build, find_cargo
 from worker_support import CODEC, WAIT, Running, Stack
 
 import flodl_fast as ff
@@ -29,14 +27,7 @@ from flodl_fast.local import LocalCluster
 from flodl_fast.worker import Worker
 
 # The join agent as a program, for what only a process can show.
-AGENT = [
-    sys.executable, "-c",
-    "import argparse, sys\n"
-    "from flodl_fast import join\n"
-    "parser = argparse.ArgumentParser()\n"
-    "join.add_arguments(parser)\n"
-    "sys.exit(join.run(parser.parse_args()))",
-]  # fmt: skip
+AGENT = [sys.executable, "-m", "flodl_fast", "join"]
 
 
 class LocalStack:
@@ -90,17 +81,6 @@ class LocalStack:
 
     def __exit__(self, *error: Any) -> None:
         self._cluster.__exit__(*error)
-
-
-@pytest.fixture(scope="session")
-def peer_binary() -> Path:
-    """The crate's reference peer of 0.6.0."""
-    if sys.platform != "linux":
-        pytest.skip("the reference peer is linked without libtorch, by flags of Linux linkers")
-    cargo = find_cargo()
-    if cargo is None:
-        pytest.skip("the reference peer is built by cargo, which is not installed")
-    return build(cargo)
 
 
 @pytest.fixture(params=["crate", "local"])

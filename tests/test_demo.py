@@ -1,29 +1,35 @@
-"""The demonstration: what crosses its wires, the arithmetic of its rounds, a rank's life, and the command."""
+"""The demonstration: its processes and what crosses their sockets, the tap between, and the command."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import io
 import json
-import math
-import re
+import shutil
+import socket
 import sys
-from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import reference as ref
 from conftest import SALT
+from demo_support import Recording, check_inspect, check_order, check_rounds, read_table, same_bits
+from support import signed_frame
 
 import flodl_fast as ff
 from flodl_fast import cli, demo
 from flodl_fast.capture import CaptureWriter, Direction, read_capture
 
 CODEC = ff.Codec(SALT)
-RECIPE = demo.Recipe(ranks=3, epochs=3, batch=8, seed=5, samples=250)  # 31 batches, and two images left over
+RECIPE = demo.Recipe(ranks=3, epochs=3, batch=8, seed=5, samples=250)  # plans of 84, 83, 83: ten batches each
+# A batch for each rank and epoch: nothing depends on who is faster.
+LOCKSTEP = demo.Recipe(ranks=3, epochs=4, batch=83, seed=5, samples=250)
 
 
 def digits(samples: int, seed: int) -> demo.Digits:
@@ -35,291 +41,139 @@ def digits(samples: int, seed: int) -> demo.Digits:
 TRAINING, HELD_OUT = digits(RECIPE.samples, 1), digits(40, 2)
 
 
-class Frame(NamedTuple):
-    """A frame of a capture as the oracle reads it; the message of a round frame is its tensors as NumPy arrays."""
+class Run(NamedTuple):
+    """A whole training, its traffic, and what was reported of each epoch."""
 
-    name: str
-    message: Any
-    kind: str = ""
-    weight: float | None = None
-
-
-def read(data: bytes, leg: str, direction: Direction, first: bool) -> Frame:
-    if first:
-        channel, way = leg.split()[2], "hello" if direction is Direction.UP else "ack"
-        check = {
-            "data hello": lambda: ref.check_data_hello(data, RECIPE.ranks),
-            "data ack": lambda: ref.check_data_ack(data),
-            "control hello": lambda: ref.check_control_hello(SALT, data, RECIPE.ranks),
-            "control ack": lambda: ref.check_control_ack(SALT, data),
-        }
-        return Frame(f"{channel} {way}", check[f"{channel} {way}"]())
-    if leg.endswith("data"):
-        frame, left = ref.decode_round(SALT, data)
-        tensors = [np.array(ref.floats(t), np.float32).reshape(t["shape"]) for t in frame["tensors"]]
-        name = "round"
-        message, kind, weight = tensors, frame["kind"], frame["weight"]
-    else:
-        kind, value, left = ref.decode_frame(SALT, data)
-        name, message = ("Metrics", value) if kind == "Metrics" else ref.variant(value)
-        weight = None
-    assert left == 0
-    return Frame(name, message, kind, weight)
-
-
-class Recording(NamedTuple):
-    """A whole training."""
-
-    accuracy: float
     networks: list[demo.Network]
-    reports: list[tuple[ff.EpochMetrics, float]]
+    epochs: list[tuple[int, float, float]]
     totals: np.ndarray
-    data: bytes
-    legs: dict[tuple[str, Direction], list[Frame]]
+    traffic: Recording
 
 
-def record(recipe: demo.Recipe = RECIPE) -> Recording:
+def record(recipe: demo.Recipe = RECIPE) -> Run:
     file = io.BytesIO()
-    traffic = demo.Traffic(CaptureWriter(file))
-    reports: list[tuple[ff.EpochMetrics, float]] = []
-    accuracy, networks = asyncio.run(
-        demo.train(CODEC, recipe, TRAINING, HELD_OUT, traffic, lambda *report: reports.append(report))
-    )
-    legs: dict[tuple[str, Direction], list[Frame]] = {}
-    for item in read_capture(io.BytesIO(file.getvalue())):
-        frames = legs.setdefault((item.leg, item.direction), [])
-        frames.append(read(bytes(item.data), item.leg, item.direction, first=not frames))
-    return Recording(accuracy, networks, reports, traffic.totals(), file.getvalue(), legs)
+    tap = demo.Tap(CODEC, CaptureWriter(file))
+    epochs: list[tuple[int, float, float]] = []
+    cluster = demo.local_cluster(recipe, SALT.hex())
+    networks = demo.train(recipe, SALT.hex(), (TRAINING, HELD_OUT), tap, cluster, lambda *epoch: epochs.append(epoch))
+    return Run(networks, epochs, tap.totals(), Recording(file.getvalue(), SALT, recipe.ranks))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_beacons() -> Iterator[None]:
-    """None after the first, so that time has no part in what is sent."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "BEACON_SECONDS", 3600)
-        yield
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks as threads of this process, whose start takes no time and which a test can change."""
+    monkeypatch.setattr(demo, "ProcessPoolExecutor", lambda ranks, *_: ThreadPoolExecutor(ranks))
 
 
 @pytest.fixture(scope="module")
-def recorded() -> Recording:
+def recorded() -> Run:
     return record()
-
-
-def control(recorded: Recording, rank: int, direction: Direction) -> list[Frame]:
-    """A rank's control leg after the handshake, without the beacons."""
-    frames = recorded.legs[f"rank {rank} control", direction][1:]
-    return [frame for frame in frames if frame.name not in ("Heartbeat", "CoordHeartbeat")]
-
-
-def rounds(recorded: Recording, direction: Direction, kind: str) -> list[list[Frame]]:
-    """Per round of that kind the frames of all ranks: those of formation and counts are Control."""
-    legs = [recorded.legs[f"rank {rank} data", direction][1:] for rank in range(RECIPE.ranks)]
-    return [list(frames) for frames in zip(*legs, strict=True) if frames[0].kind == kind]
-
-
-def same_bits(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
-    return [t.tobytes() for t in a] == [t.tobytes() for t in b]
-
-
-# 31 batches in shares of 3, 2 and 1; the last rank rests in the second epoch.
-BATCHES = [[15, 10, 6], [18, 13, 0], [15, 10, 6]]
 
 
 # ---------------------------------------------------------------------------------------------------- what crosses
 
 
-def test_each_rank_is_told_the_epochs_in_the_order_of_the_protocol(recorded):
-    epoch = [
-        "StartEpoch", "RequestParams", "Throttle", "EpochAggregated", "Update", "SetGlobalStep",
-        "ExecuteEvalCallback", "EvalBroadcast",
-    ]
-    for rank in range(3):
-        frames = control(recorded, rank, Direction.DOWN)
-        assert [frame.name for frame in frames] == ["SetEpochCallbackRole", *epoch * 3, "Shutdown"]
-        assert frames[0].message == {"rank": 0}
-
-
-def test_plans_share_each_epoch_out(recorded):
-    given = [
-        [frame.message for frame in control(recorded, rank, Direction.DOWN) if frame.name == "StartEpoch"]
-        for rank in range(3)
-    ]
-    for epoch, batches in enumerate(BATCHES):
-        starts = np.cumsum([0, *batches[:-1]]) * 8
-        assert [given[rank][epoch] for rank in range(3)] == [
-            {"epoch": epoch, "partition_offset": start, "partition_size": 8 * n}
-            for start, n in zip(starts, batches, strict=True)
-        ]
-
-
-def test_each_rank_says_what_it_did_in_order(recorded):
-    for rank in range(3):
-        expected = []
-        for batches in BATCHES:
-            expected += ["Batch", "LrUpdate"] * batches[rank] + ["Metrics", "SnapshotReady", "SyncAck"]
-            expected += ["EvalResult"] * (rank == 0)
-        frames = control(recorded, rank, Direction.UP)
-        assert [frame.name for frame in frames] == [*expected, "Exiting"]
-        assert {frame.message["rank"] for frame in frames} == {rank}
-        done = [frame.message for frame in frames if frame.name == "Batch"]
-        assert [batch["step_count"] for batch in done] == list(range(1, len(done) + 1))
-        assert [batch["param_norm"] is not None for batch in done] == [
-            step % 10 == 0 for step in range(1, len(done) + 1)
-        ]
-
-
-def test_beacons_start_at_once_and_go_on(recorded, monkeypatch):
-    monkeypatch.setattr(demo, "BEACON_SECONDS", 0)
-    for found, least, most in ((recorded, 1, 1), (record(), 10, math.inf)):
-        for rank in range(3):
-            up, down = (found.legs[f"rank {rank} control", way] for way in (Direction.UP, Direction.DOWN))
-            beats = [frame.message["step_count"] for frame in up if frame.name == "Heartbeat"]
-            assert beats == list(range(len(beats)))
-            assert least <= len(beats) <= most
-            assert least <= [frame.name for frame in down].count("CoordHeartbeat") <= most
-
-
 def test_every_leg_begins_with_its_handshake(recorded):
     for rank in range(3):
         for channel in ("data", "control"):
-            hello = recorded.legs[f"rank {rank} {channel}", Direction.UP][0]
-            ack = recorded.legs[f"rank {rank} {channel}", Direction.DOWN][0]
+            hello = recorded.traffic.legs[f"rank {rank} {channel}", Direction.UP][0]
+            ack = recorded.traffic.legs[f"rank {rank} {channel}", Direction.DOWN][0]
             assert (hello.name, hello.message, ack.name) == (f"{channel} hello", rank, f"{channel} ack")
 
 
-def test_the_learning_rate_follows_the_steps_of_the_cohort(recorded):
-    told = [frame.message for frame in control(recorded, 0, Direction.DOWN) if frame.name == "SetGlobalStep"]
-    assert [message["global_step"] for message in told] == [31, 62, 93]
-    for rank in range(3):
-        rates = [f.message["lr"] for f in control(recorded, rank, Direction.UP) if f.name == "LrUpdate"]
-        steps = [31 * epoch + step for epoch, batches in enumerate(BATCHES) for step in range(batches[rank])]
-        assert rates == pytest.approx([0.1 * (1 + math.cos(math.pi * step / 93)) for step in steps])
+def test_the_capture_tells_what_came_first_and_inspect_finds_no_fault(recorded):
+    check_order(recorded.traffic)
+    check_inspect(recorded.traffic)
 
 
-def test_traffic_counts_every_frame_and_its_prefix_once(recorded):
-    records = list(read_capture(io.BytesIO(recorded.data)))
-    messages, size, converting, _ = recorded.totals
-    assert messages == len(records) == sum(len(frames) for frames in recorded.legs.values())
+def test_the_tap_counts_every_frame_and_its_prefix_once(recorded):
+    messages, size, converting, seconds = recorded.totals
+    records = recorded.traffic.records
+    assert messages == len(records)
     handshakes = 3 * 4  # which have no length before them
     assert size == sum(len(item.data) for item in records) + 4 * (len(records) - handshakes)
-    assert converting > 0
+    assert 0 < converting < seconds
+
+
+def test_ranks_are_told_and_tell_as_the_protocol_says(recorded):
+    traffic = recorded.traffic
+    for rank, size in enumerate((84, 83, 83)):
+        offset = (0, 84, 167)[rank]
+        assert traffic.control(rank, Direction.DOWN, "StartEpoch") == [
+            {"epoch": epoch, "partition_offset": offset, "partition_size": size} for epoch in range(3)
+        ]
+        batches = traffic.control(rank, Direction.UP, "Batch")
+        assert [batch["step_count"] for batch in batches] == list(range(1, 31))
+        assert {batch["rank"] for batch in batches} == {rank}
+        names = [frame.name for frame in traffic.legs[f"rank {rank} control", Direction.UP]]
+        assert (names[-1], names.count("Metrics"), names.count("LrUpdate")) == ("Exiting", 3, 30)
+        assert traffic.legs[f"rank {rank} control", Direction.DOWN][-1].name == "Shutdown"
+
+
+def test_learning_rates_are_those_of_the_cohorts_steps(recorded):
+    schedule = [RECIPE.learning_rate(step) for step in range(91)]
+    assert schedule[0] == demo.LEARNING_RATE
+    assert RECIPE.learning_rate(RECIPE.epochs * RECIPE.samples / RECIPE.batch / 2) == pytest.approx(0.1)
+    assert 0 <= schedule[90] < 0.001
+    for rank in range(3):
+        rates = [message["lr"] for message in recorded.traffic.control(rank, Direction.UP, "LrUpdate")]
+        assert rates[0] == schedule[0]
+        assert set(rates) <= set(schedule)
+
+
+def test_epochs_are_means_over_all_batches(recorded):
+    traffic = recorded.traffic
+    reports = [traffic.control(rank, Direction.UP, "Metrics") for rank in range(3)]
+    told = traffic.control(0, Direction.DOWN, "EpochAggregated")
+    assert len(told) == len(recorded.epochs) == 3
+    for epoch, (metrics, shown) in enumerate(zip(told, recorded.epochs, strict=True)):
+        of = [reports[rank][epoch] for rank in range(3)]
+        assert [report["batches_processed"] for report in of] == [10] * 3
+        assert all(report["scalars"]["held-out"][1] == 1 for report in of)
+        held_out = np.mean([report["scalars"]["held-out"][0] for report in of])
+        assert metrics["scalars"] == {"held-out": pytest.approx(held_out)}
+        assert metrics["avg_loss"] == pytest.approx(np.mean([report["avg_loss"] for report in of]))
+        assert shown == (epoch, metrics["avg_loss"], metrics["scalars"]["held-out"])
 
 
 # ------------------------------------------------------------------------------------------------------------ rounds
 
 
-def test_formation_gives_everyone_rank_0_parameters(recorded):
-    sent, received = (rounds(recorded, way, "Control")[0] for way in (Direction.UP, Direction.DOWN))
+def test_formation_gives_everyone_rank_0s_parameters(recorded):
+    sent, came = next(recorded.traffic.rounds("Control"))
     first = demo.Network([RECIPE.seed, 0]).parameters
     assert not same_bits(first, demo.Network([RECIPE.seed, 1]).parameters)
     assert same_bits(sent[0].message, first)
     assert all(not tensor.any() for frame in sent[1:] for tensor in frame.message)
-    assert [frame.weight for frame in sent + received] == [0.0] * 6
-    # The sum starts from +0.0, so that a -0.0 would come back positive.
-    assert all(same_bits(frame.message, [np.float32(0) + t for t in first]) for frame in received)
+    assert all(same_bits(frame.message, [np.float32(0) + t for t in first]) for frame in came)
 
 
-def test_counts_and_masses_are_the_batches_since_the_last_average(recorded):
-    counts = rounds(recorded, Direction.UP, "Control")[1:]
-    told = rounds(recorded, Direction.DOWN, "Control")[1:]
-    models = rounds(recorded, Direction.UP, "Model")
-    assert [[frame.weight for frame in frames] for frames in models] == BATCHES
-    assert [[frame.weight for frame in frames] for frames in counts + told] == [[0.0] * 3] * 6
-    for batches, frames, replies in zip(BATCHES, counts, told, strict=True):
-        assert [frame.message[0].tolist() for frame in frames] == np.diag(batches).tolist()
-        assert [frame.message[0].tolist() for frame in replies] == [batches] * 3
+def test_each_average_is_numpys_in_the_order_of_the_ranks(recorded):
+    averages = check_rounds(recorded.traffic)
+    assert averages == len(recorded.traffic.control(0, Direction.UP, "SyncAck")) > 0
 
 
-def test_each_average_is_numpys_in_the_order_of_the_crate(recorded):
-    sent, received = (rounds(recorded, way, "Model") for way in (Direction.UP, Direction.DOWN))
-    assert len(sent) == RECIPE.epochs
-    for frames, replies in zip(sent, received, strict=True):
-        scale = np.float32(1 / sum(frame.weight for frame in frames))
-        for reply in replies:
-            assert reply.weight == 31
-        for i, shape in enumerate([(64, 128), (128,), (128, 10), (10,)]):
-            total = np.zeros(shape, np.float32)
-            for frame in frames:
-                total += frame.message[i]
-            total *= scale
-            assert {reply.message[i].tobytes() for reply in replies} == {total.tobytes()}
-
-
-def test_an_idle_rank_sends_zeros_of_mass_0_and_takes_the_average(recorded):
-    idle = rounds(recorded, Direction.UP, "Model")[1][2]
-    assert idle.weight == 0
-    assert not any(tensor.any() for tensor in idle.message)
-    report = [f.message for f in control(recorded, 2, Direction.UP) if f.name == "Metrics"][1]
-    assert (report["batches_processed"], report["samples_processed"], report["avg_loss"]) == (0, 0, 0.0)
-    # It starts the next epoch from the average: its first norm in SyncAck is that of the first reply.
-    replies = rounds(recorded, Direction.DOWN, "Model")
-    acks = [f.message for f in control(recorded, 2, Direction.UP) if f.name == "SyncAck"]
-    before, after = ([np.float64(t).ravel() for t in replies[i][2].message] for i in (0, 1))
-    before, after = np.concatenate(before), np.concatenate(after)
-    assert acks[1]["pre_norm"] == pytest.approx(np.linalg.norm(before), rel=1e-6)
-    assert acks[1]["post_norm"] == pytest.approx(np.linalg.norm(after), rel=1e-6)
-    assert acks[1]["divergence"] == pytest.approx(np.linalg.norm(before - after) / np.linalg.norm(after), rel=1e-5)
+def test_masses_are_the_batches_since_the_last_average(recorded):
+    _formation, *counts = recorded.traffic.rounds("Control")
+    models = list(recorded.traffic.rounds("Model"))
+    assert len(counts) == len(models)
+    for (said, _), (sent, _) in zip(counts, models, strict=True):
+        masses = [frame.weight for frame in sent]
+        assert [frame.message[0].tolist() for frame in said] == np.diag(masses).tolist()
+    assert np.sum([[frame.weight for frame in sent] for sent, _ in models], axis=0).tolist() == [30.0] * 3
 
 
 def test_ranks_end_with_the_bits_of_the_last_average(recorded):
-    last = rounds(recorded, Direction.DOWN, "Model")[-1]
+    *_, (_, came) = recorded.traffic.rounds("Model")
     for rank, network in enumerate(recorded.networks):
-        assert same_bits(network.parameters, last[rank].message)
-        assert same_bits(network.parameters, recorded.networks[0].parameters)
+        assert same_bits(network.parameters, came[rank].message)
 
 
-def test_every_ack_closes_the_cycle(recorded):
-    for rank in range(3):
-        for frame in control(recorded, rank, Direction.UP):
-            if frame.name == "SyncAck":
-                assert frame.message["step_count"] == 0
-                assert frame.message["divergence"] > 0
-
-
-def test_epoch_metrics_weight_by_batches_and_take_the_longest_time(recorded):
-    reports = [
-        [f.message for f in control(recorded, rank, Direction.UP) if f.name == "Metrics"] for rank in range(3)
-    ]
-    aggregated = [f.message for f in control(recorded, 1, Direction.DOWN) if f.name == "EpochAggregated"]
-    for epoch, (found, batches) in enumerate(zip(aggregated, BATCHES, strict=True)):
-        of = [reports[rank][epoch] for rank in range(3)]
-        assert [r["batches_processed"] for r in of] == batches
-        assert found["epoch"] == epoch
-        assert found["avg_loss"] == pytest.approx(np.average([r["avg_loss"] for r in of], weights=batches))
-        means = [r["scalars"]["accuracy"][0] / max(1, r["samples_processed"]) for r in of]
-        assert found["scalars"]["accuracy"] == pytest.approx(np.average(means, weights=batches))
-        assert found["scalars"]["loss"] == pytest.approx(found["avg_loss"])
-        assert [scalars["accuracy"] for scalars in found["per_rank"]] == pytest.approx(means)
-        assert found["epoch_ms"] == max(r["epoch_ms"] for r in of)
-        assert found["per_rank_batch_share"] == pytest.approx([n / 31 for n in batches])
-        assert found["per_rank_compute_only_ms"] == [r["compute_only_ms"] for r in of]
-        for r, throughput in zip(of, found["per_rank_throughput"], strict=True):
-            assert r["share_complete_ms"] == pytest.approx(r["compute_only_ms"] + r["data_starve_ms"])
-            assert throughput * r["share_complete_ms"] == pytest.approx(r["samples_processed"])
-
-
-def test_evaluations_are_of_the_averaged_parameters(recorded):
-    asked = [f.message for f in control(recorded, 1, Direction.DOWN) if f.name == "ExecuteEvalCallback"]
-    assert [(m["schedule_id"], m["epoch"], m["target_rank"]) for m in asked] == [
-        (0, 1, 0), (1, 2, 0), (2**64 - 1, 3, 0),
-    ]
-    results = [f.message["metric"] for f in control(recorded, 0, Direction.UP) if f.name == "EvalResult"]
-    broadcast = [f.message["metric"] for f in control(recorded, 2, Direction.DOWN) if f.name == "EvalBroadcast"]
-    expected = []
-    for frames in rounds(recorded, Direction.DOWN, "Model"):
-        network = demo.Network([0])
-        network.parameters = frames[0].message
-        expected.append(network.accuracy(HELD_OUT))
-    assert results == broadcast == expected == [accuracy for _, accuracy in recorded.reports]
-    assert recorded.accuracy == expected[-1]
-
-
-def test_the_seed_decides_everything(recorded):
-    again = record()
-    assert again.accuracy == recorded.accuracy
-    assert same_bits(again.networks[0].parameters, recorded.networks[0].parameters)
-    other = record(demo.Recipe(3, 1, 8, 6, RECIPE.samples))
-    assert not same_bits(other.networks[0].parameters, recorded.networks[0].parameters)
+def test_the_seed_decides_all_that_the_order_of_events_does_not(threads):
+    first, again, other = record(LOCKSTEP), record(LOCKSTEP), record(replace(LOCKSTEP, seed=6))
+    assert same_bits(first.networks[0].parameters, again.networks[0].parameters)
+    assert [loss for _, loss, _ in first.epochs] == [loss for _, loss, _ in again.epochs]
+    assert not same_bits(first.networks[0].parameters, other.networks[0].parameters)
 
 
 def test_the_network_steps_down_the_gradient():
@@ -334,7 +188,7 @@ def test_the_network_steps_down_the_gradient():
 
     network = demo.Network([4])
     start = [p.astype(np.float64) for p in network.parameters]
-    found, _ = network.step(batch, 1e-3)
+    found = network.step(batch, 1e-3)
     assert found == pytest.approx(loss(start), rel=1e-5)
     gradient = [(a - b) / 1e-3 for a, b in zip(start, network.parameters, strict=True)]
     squares = sum(float((g**2).sum()) for g in gradient)
@@ -342,200 +196,127 @@ def test_the_network_steps_down_the_gradient():
     assert (loss(ahead) - loss(behind)) / 2e-5 == pytest.approx(squares, rel=1e-2)
 
 
-# ------------------------------------------------------------------------------------------------------- a rank's life
+# --------------------------------------------------------------------------------------------------------------- tap
 
 
-class Script:
-    """The coordinator's side of a world of one rank, for a test to play."""
+class Ends:
+    """Both ends of a connection through a tap, after the handshake: rank 2's and the cluster's."""
 
-    def __init__(self) -> None:
-        recipe = demo.Recipe(ranks=1, epochs=1, batch=8, seed=0, samples=RECIPE.samples)
-        self._traffic = demo.Traffic()
-        self.rank = demo.Rank(CODEC, 0, recipe, TRAINING, HELD_OUT, self._traffic)
-        self._data, self._control = demo.Wire.pair(), demo.Wire.pair()
+    def __init__(self, channel: str) -> None:
+        self.file = io.BytesIO()
+        self.tap = demo.Tap(CODEC, CaptureWriter(self.file))
+        hello, ack = {
+            "data": (CODEC.data_hello(2, 3), CODEC.data_ack()),
+            "control": (CODEC.control_hello(2, 3), CODEC.control_ack()),
+        }[channel]
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.tap.routes[channel, 2] = listener.getsockname()
+            self.tap.__enter__()
+            self.rank = socket.create_connection(self.tap.address)
+            self.rank.sendall(hello)
+            self.cluster = listener.accept()[0]
+        assert self.cluster.recv(100) == hello
+        self.cluster.sendall(ack)
+        assert self.rank.recv(100) == ack
 
-    async def start(self) -> None:
-        self.life = asyncio.create_task(self.rank.life(self._data[1], self._control[1]))
-        (self.data,) = await demo.accept(CODEC, "round", [self._data[0]], self._traffic)
-        await self.answer(ff.RoundKind.CONTROL)
-        (self.control,) = await demo.accept(CODEC, "control", [self._control[0]], self._traffic)
+    def __enter__(self) -> Ends:
+        return self
 
-    async def answer(self, kind: ff.RoundKind) -> ff.RoundFrame:
-        """One round: returns what the rank sent."""
-        frame = await self.data.recv()
-        assert frame.kind is kind
-        self.data.send(ff.reduce_frames([frame]))
-        return frame
+    def __exit__(self, *error: Any) -> None:
+        self.rank.close()
+        self.cluster.close()
+        self.tap.__exit__(*error)
 
-    async def expect(self, wanted: type) -> Any:
-        while not isinstance(message := await self.control.recv(), wanted):
-            assert isinstance(message, (ff.Batch, ff.LrUpdate, ff.Heartbeat)), message
-        return message
-
-    async def end(self) -> None:
-        self.control.send(ff.Shutdown())
-        await self.expect(ff.Exiting)
-        await self.life
-
-
-def play(scene: Callable[[Script], Any]) -> None:
-    async def whole() -> None:
-        script = Script()
-        await script.start()
-        await asyncio.wait_for(scene(script), 30)
-
-    asyncio.run(whole())
+    def recorded(self) -> list[tuple[str, Direction, bytes]]:
+        """What the capture holds after the handshake."""
+        records = list(read_capture(io.BytesIO(self.file.getvalue())))
+        return [(item.leg, item.direction, bytes(item.data)) for item in records[2:]]
 
 
-def test_a_world_in_which_nobody_trained_keeps_its_parameters():
-    async def scene(script: Script) -> None:
-        before = [p.copy() for p in script.rank.network.parameters]
-        script.control.send(ff.RequestParams())
-        await script.expect(ff.SnapshotReady)
-        await script.answer(ff.RoundKind.CONTROL)
-        ack = await script.expect(ff.SyncAck)  # without a round of parameters
-        assert ack.divergence == 0
-        assert ack.pre_norm == ack.post_norm == pytest.approx(
-            math.sqrt(sum(float((p.astype(np.float64) ** 2).sum()) for p in before)), rel=1e-6
-        )
-        assert same_bits(before, script.rank.network.parameters)
-        await script.end()
-
-    play(scene)
+ROUND = CODEC.encode_round(ff.RoundFrame([np.arange(6, dtype=np.float32)], ff.RoundKind.MODEL, 2.0))
+BATCH = CODEC.encode(ff.Batch(2, 1.0, 0.5, 7))
+LATER = signed_frame(ff.MsgKind.TIMING, BATCH[24:] + b"\0")  # with a field of a later revision, which may be ignored
 
 
-def test_parameters_go_out_times_their_mass_and_stay_where_the_reply_weighs_nothing():
-    async def scene(script: Script) -> None:
-        script.control.send(ff.StartEpoch(ff.EpochPlan(0, 0, 16)))
-        await script.expect(ff.MetricsMsg)
-        before = [p.copy() for p in script.rank.network.parameters]
-        script.control.send(ff.RequestParams())
-        await script.expect(ff.SnapshotReady)
-        await script.answer(ff.RoundKind.CONTROL)
-        frame = await script.data.recv()
-        assert frame.weight == 2
-        assert same_bits(frame.tensors, [p * np.float32(2) for p in before])
-        script.data.send(ff.RoundFrame([np.full_like(t, 9) for t in frame.tensors], ff.RoundKind.MODEL, 0.0))
-        assert (await script.expect(ff.SyncAck)).divergence == 0
-        assert same_bits(before, script.rank.network.parameters)
-        await script.end()
-
-    play(scene)
+@pytest.mark.parametrize(("channel", "frame"), [("data", ROUND), ("control", BATCH)])
+def test_bytes_pass_as_they_came_however_they_are_cut(channel, frame):
+    sent = ref.add_prefix(frame) * 3
+    with Ends(channel) as ends:
+        for sender, receiver in ((ends.rank, ends.cluster), (ends.cluster, ends.rank)):
+            for at in range(0, len(sent), 11):
+                sender.sendall(sent[at : at + 11])
+            came = b""
+            while len(came) < len(sent):
+                came += receiver.recv(1 << 16)
+            assert came == sent
+    expected = [(f"rank 2 {channel}", way, frame) for way in (Direction.UP, Direction.DOWN) for _ in range(3)]
+    assert ends.recorded() == expected
+    assert ends.tap.totals()[:2].tolist() == [8, 2 * len(sent) + {"data": 24, "control": 40}[channel]]
 
 
-def test_a_throttled_rank_stands_still_in_its_plan_until_the_update():
-    async def scene(script: Script) -> None:
-        script.control.send(ff.StartEpoch(ff.EpochPlan(0, 0, 80)))
-        first = await script.expect(ff.Batch)
-        script.control.send(ff.Throttle())
-        script.control.send(ff.RequestParams())
-        await script.expect(ff.SnapshotReady)
-        frame = await script.answer(ff.RoundKind.CONTROL)
-        taken = int(frame.tensors[0][0])
-        assert first.step_count <= taken < 10
-        assert (await script.answer(ff.RoundKind.MODEL)).weight == taken
-        await script.expect(ff.SyncAck)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert script.control.poll() is None
-        script.control.send(ff.Update(version=1))
-        assert (await script.expect(ff.Batch)).step_count == taken + 1
-        assert (await script.expect(ff.MetricsMsg)).batches_processed == 10
-        await script.end()
-
-    play(scene)
+@pytest.mark.parametrize(
+    ("frame", "error"), [(BATCH[:-1] + b"\x01", "the MAC"), (LATER, "rank 2 control is not the same after decoding")]
+)
+@pytest.mark.parametrize("up", [True, False])
+def test_a_frame_that_conversion_changes_is_recorded_and_ends_its_connection(frame, error, up):
+    ends = Ends("control")
+    sender, receiver = (ends.rank, ends.cluster) if up else (ends.cluster, ends.rank)
+    sender.sendall(ref.add_prefix(BATCH) + ref.add_prefix(frame))
+    came = b""
+    while data := receiver.recv(1 << 16):
+        came += data
+    assert came == ref.add_prefix(BATCH)
+    with pytest.raises(ff.DecodeError, match=error):
+        ends.__exit__()
+    assert [data for _, _, data in ends.recorded()] == [BATCH, frame]
 
 
-def test_the_plan_in_an_update_is_trained_like_any_other():
-    async def scene(script: Script) -> None:
-        script.control.send(ff.Update(version=1, next_plan=ff.EpochPlan(4, 8, 24)))
-        script.control.send(ff.StartEpoch(ff.EpochPlan(5, 0, 15)))  # one full batch; the rest is dropped
-        first, second = await script.expect(ff.MetricsMsg), await script.expect(ff.MetricsMsg)
-        assert (first.epoch, first.batches_processed, first.samples_processed) == (4, 3, 24)
-        assert (second.epoch, second.batches_processed, second.samples_processed) == (5, 1, 8)
-        await script.end()
-
-    play(scene)
-
-
-def test_a_closed_control_leg_ends_a_rank():
-    async def scene(script: Script) -> None:
-        script.control.close()
-        await script.life
-        await script.expect(ff.Exiting)
-
-    play(scene)
-
-
-def test_a_message_that_no_rank_serves_is_an_error():
-    async def scene(script: Script) -> None:
-        script.control.send(ff.Checkpoint(version=1, target_rank=0))
-        with pytest.raises(NotImplementedError, match="Checkpoint"):
-            await script.life
-
-    play(scene)
+def test_a_connection_that_ends_inside_a_frame_ends_at_the_other_side_too():
+    with Ends("data") as ends:
+        ends.rank.sendall(ref.add_prefix(ROUND)[:-1])
+        ends.rank.shutdown(socket.SHUT_WR)
+        assert ends.cluster.recv(100) == b""
+    assert ends.recorded() == []
 
 
 # ------------------------------------------------------------------------------------------------------------- faults
 
 
-def test_a_changed_byte_stops_the_training(monkeypatch):
-    number, write = count(), demo.Wire.write
+def test_a_changed_byte_stops_the_training(threads, monkeypatch):
+    number, take = count(), demo._take
 
-    def damaged(self: demo.Wire, data: bytes) -> None:
-        data = bytearray(data)
-        if next(number) == 40:
-            data[-1] ^= 1
-        write(self, data)
+    def damaged(source: Any, size: int) -> bytes:
+        data = take(source, size)
+        return data[:-1] + bytes([data[-1] ^ 1]) if next(number) == 60 else data
 
-    monkeypatch.setattr(demo.Wire, "write", damaged)
+    monkeypatch.setattr(demo, "_take", damaged)
     with pytest.raises(ff.AuthenticationError):
         record()
 
 
-def test_a_rank_that_diverged_is_named(monkeypatch):
-    step = demo.Network.step
+def test_ranks_that_differ_in_the_end_are_an_error(threads, monkeypatch):
+    def astray(rank: int, *args: Any) -> demo.Network:
+        network = train_rank(rank, *args)
+        network.parameters[1][0] += rank == 1
+        return network
 
-    def diverge(self: demo.Network, batch: demo.Digits, learning_rate: float) -> tuple[float, int]:
-        result = step(self, batch, learning_rate)
-        if self is networks[1]:
-            self.parameters[0][0, 0] = np.nan
-        return result
+    train_rank = demo.train_rank
+    monkeypatch.setattr(demo, "train_rank", astray)
+    with pytest.raises(ff.TensorError, match="different parameters"):
+        record(LOCKSTEP)
 
-    networks: list[demo.Network] = []
-    create = demo.Network.__init__
 
-    def collect(self: demo.Network, seed: Any) -> None:
-        create(self, seed)
-        networks.append(self)
+def test_the_error_of_a_rank_is_raised(threads, monkeypatch):
+    number, step = count(), demo.Network.step
 
-    monkeypatch.setattr(demo.Network, "__init__", collect)
-    monkeypatch.setattr(demo.Network, "step", diverge)
-    with pytest.raises(ff.TensorError, match=r"frame 1, tensor \d: nan"):
+    def failing(self: demo.Network, *args: Any) -> float:
+        if next(number) == 7:
+            raise ZeroDivisionError("in the training")
+        return step(self, *args)
+
+    monkeypatch.setattr(demo.Network, "step", failing)
+    with pytest.raises(ZeroDivisionError, match="in the training"):
         record()
-
-
-def test_a_reply_of_another_size_is_refused():
-    async def scene(script: Script) -> None:
-        script.control.send(ff.RequestParams())
-        await script.data.recv()
-        script.data.send(ff.RoundFrame([np.zeros(2, np.float32)], ff.RoundKind.CONTROL))
-        with pytest.raises(ff.TensorError, match="went into the round"):
-            await script.life
-
-    play(scene)
-
-
-def test_a_wire_that_ends_too_soon_says_so():
-    async def scene() -> None:
-        here, there = demo.Wire.pair()
-        here.write(b"abc")
-        here.close()
-        assert await there.read_exactly(2) == b"ab"
-        with pytest.raises(ConnectionError, match="1 bytes too soon"):
-            await there.read_exactly(2)
-
-    asyncio.run(scene())
 
 
 # -------------------------------------------------------------------------------------------------------- the command
@@ -547,52 +328,56 @@ def options(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@pytest.fixture
+def noise(threads, monkeypatch, tmp_path) -> Path:
+    """The command without scikit-learn and processes, in an empty folder."""
+    monkeypatch.setattr(demo, "load_digits", lambda: (TRAINING, HELD_OUT))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def test_the_demonstration_reaches_its_target_and_leaves_a_capture(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["demo"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:22]] == [f"{epoch}/20" for epoch in range(1, 21)]
-    shown = [float(line.split()[2].rstrip("%")) for line in lines[2:22]]
-    found = re.fullmatch(
-        r"([\d.]+)% held-out accuracy; ([\d,]+) messages and ([\d,]+) bytes in [\d.]+ s,"
-        r" [\d.]+% of it spent converting",
-        lines[22],
-    )
-    assert float(found[1]) == shown[-1] >= 95
-    messages, size = (int(found[i].replace(",", "")) for i in (2, 3))
-    columns = np.array([[int(cell.replace(",", "")) for cell in line.split()[3:5]] for line in lines[2:22]])
-    # After the last epoch only Shutdown and Exiting are left, 3 frames of 4 + 25 and 3 of 4 + 26 bytes.
-    assert columns.sum(0).tolist() == [messages - 6, size - 3 * 29 - 3 * 30]
+    table = read_table(capsys.readouterr().out, epochs=20)
+    assert table.accuracy >= 95
+    assert table.held_out[-1] >= 95
+    assert table.losses[-1] < 0.1 < 0.5 < table.losses[0]
 
-    program, *command = lines[24].split()
+    program, *command = table.inspect[0].split()
     assert program == "python"
-    assert command[:3] == ["-m", "flodl_fast", "inspect"]
+    assert command[:4] == ["-m", "flodl_fast", "inspect", "demo.cap"]
     assert cli.main([*command[2:], "--json"]) == 0
     entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(entries) == messages
-    handshakes = 12
-    assert sum(entry["size"] for entry in entries) == size - 4 * (messages - handshakes)
+    assert len(entries) == table.messages
+    assert sum(entry["size"] for entry in entries) == table.bytes - 4 * (table.messages - 12)
 
 
-def test_a_missed_target_is_exit_code_1(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "load_digits", lambda: (TRAINING, HELD_OUT))
-    file = tmp_path / "a file.cap"
-    assert demo.run(options("--epochs", "1", "--capture", str(file), "--salt", f" {SALT.hex()} ")) == 1
+def test_a_missed_target_is_exit_code_1(noise, capsys):
+    arguments = ["--epochs", "1", "--target", "1.01", "--capture", "a file.cap", "--salt", f" {SALT.hex()} "]
+    assert demo.run(options(*arguments)) == 1
     out, err = capsys.readouterr()
-    assert "misses the target of 95.0%" in err
-    assert f"inspect '{file}' --salt {SALT.hex()}" in out
-    with file.open("rb") as source:
-        shutdown = [bytes(item.data) for item in read_capture(source) if item.direction is Direction.DOWN][-1]
-    assert shutdown == CODEC.encode(ff.Shutdown())
+    assert "misses the target of 101.0%" in err
+    assert f"inspect 'a file.cap' --salt {SALT.hex()}" in out
+    traffic = Recording((noise / "a file.cap").read_bytes(), SALT, 3)
+    assert all(traffic.legs[f"rank {rank} control", Direction.UP][-1].name == "Exiting" for rank in range(3))
 
 
-def test_without_a_capture_nothing_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "load_digits", lambda: (TRAINING, HELD_OUT))
-    monkeypatch.chdir(tmp_path)
+def test_without_a_capture_nothing_is_written(noise, capsys):
     assert demo.run(options("--epochs", "1", "--target", "0", "--no-capture")) == 0
     assert "inspect" not in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
+    assert list(noise.iterdir()) == []
+
+
+def test_a_run_that_breaks_is_exit_code_2(noise, monkeypatch, capsys):
+    def refused(*_: Any) -> None:
+        raise ff.HandshakeError("nobody there")
+
+    monkeypatch.setattr(demo, "train_rank", refused)
+    monkeypatch.setattr(demo, "local_cluster", lambda *_: nullcontext(({}, iter(()))))
+    assert demo.run(options("--no-capture")) == 2
+    assert "error: nobody there" in capsys.readouterr().err
 
 
 def test_without_scikit_learn_the_extra_is_named(monkeypatch, capsys):
@@ -606,16 +391,47 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch, capsys):
     [
         (["--ranks", "0"], "start at 1"),
         (["--epochs", "-1"], "start at 1"),
-        (["--batch", "251"], "up to 250 images"),
+        (["--batch", "84"], "ends at 250 images"),
         (["--seed", "-1"], "seed at 0"),
         (["--salt", "ff"], "32 hex digits"),
         (["--capture", "no/such/folder/demo.cap"], "No such file"),
     ],
 )
-def test_what_cannot_start_is_exit_code_2(tmp_path, monkeypatch, capsys, arguments, reason):
-    monkeypatch.setattr(demo, "load_digits", lambda: (TRAINING, HELD_OUT))
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_start_is_exit_code_2(noise, capsys, arguments, reason):
     assert demo.run(options(*arguments)) == 2
     out, err = capsys.readouterr()
     assert (out, reason in err) == ("", True)
-    assert list(tmp_path.iterdir()) == []
+    assert list(noise.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------- the crate's side
+
+
+def test_peer_needs_a_checkout(noise, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "BUILD", noise / "build.sh")
+    assert demo.run(options("--peer")) == 2
+    assert "needs a checkout" in capsys.readouterr().err
+    assert list(noise.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the build is a shell script")
+def test_peer_needs_cargo(noise, monkeypatch, capsys):
+    (noise / "build.sh").write_text("exit 1\n")
+    (noise / "bash").symlink_to(shutil.which("bash"))
+    monkeypatch.setattr(demo, "BUILD", noise / "build.sh")
+    for name in ("PATH", "HOME"):
+        monkeypatch.setenv(name, str(noise))
+    assert demo.run(options("--peer")) == 2
+    assert "cannot be built: it takes cargo" in capsys.readouterr().err
+
+
+def test_what_the_controller_prints_is_read_up_to_its_end():
+    lines = [
+        {"epoch_metrics": {"epoch": n, "avg_loss": 1.0 / (n + 1), "epoch_ms": 3.0, "scalars": {"held-out": n / 4}}}
+        for n in range(2)
+    ]
+    done = {"done": True, "avg_count": 3, "version": 3, "global_step": 9, "last_epoch": 1, "dead": 0}
+    assert list(demo._read_epochs(map(json.dumps, [*lines, done]))) == [(0, 1.0, 0.0), (1, 0.5, 0.25)]
+    for problem in ({**done, "dead": 1}, {"coord_error": "no ranks"}, {"timeout": True}):
+        with pytest.raises(ff.ChannelError, match="the controller says"):
+            list(demo._read_epochs(map(json.dumps, [*lines, problem])))

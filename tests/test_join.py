@@ -20,7 +20,7 @@ from local_support import AGENT
 from worker_support import WAIT, Running, until
 
 import flodl_fast as ff
-from flodl_fast import join
+from flodl_fast import join, protocol
 from flodl_fast.channel import JoinChannel, accept
 from flodl_fast.join import Exit
 
@@ -439,7 +439,7 @@ def test_nobody_there(capfd, monkeypatch):
 
 
 def test_a_world_that_does_not_form_and_what_is_shown_meanwhile(window, capfd, monkeypatch):
-    monkeypatch.setattr(join, "FORMATION_MARGIN", 0.4)
+    monkeypatch.setattr(protocol, "FORMATION_MARGIN", 0.4)
     monkeypatch.setattr(join, "STATUS_EVERY", 0.05)
     state = {"phase": "waiting", "joined_ranks": 1, "joined_hosts": 1, "min_rank_start": 2, "target_ranks": 3}
     ok = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"

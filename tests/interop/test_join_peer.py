@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 from conftest import SALT
-from local_support import AGENT, peer_binary  # noqa: F401
+from local_support import AGENT
 from worker_support import WAIT, Stack
 
 from flodl_fast.join import Exit
@@ -53,7 +53,7 @@ def salt_file(tmp_path):
 
 
 @pytest.mark.parametrize("admission", ["open", "pre-shared"])
-def test_two_agents_form_a_world_and_train(peer_binary, salt_file, admission):  # noqa: F811
+def test_two_agents_form_a_world_and_train(peer_binary, salt_file, admission):
     options, salt = ([], []) if admission == "open" else (["--pre-shared-salt"], salt_file)
     with Stack(peer_binary, "--join", "--ranks", 3, "--samples", 96, *options) as stack:
         port = stack.controller[1]
@@ -79,7 +79,7 @@ def test_two_agents_form_a_world_and_train(peer_binary, salt_file, admission):  
 
 
 @pytest.mark.parametrize("has_salt", [True, False])
-def test_wrong_salt(peer_binary, tmp_path, has_salt):  # noqa: F811
+def test_wrong_salt(peer_binary, tmp_path, has_salt):
     file = tmp_path / "wrong"
     file.write_text("ff" * 16)
     with Stack(peer_binary, "--join", "--ranks", 1, "--pre-shared-salt") as stack:
@@ -91,7 +91,7 @@ def test_wrong_salt(peer_binary, tmp_path, has_salt):  # noqa: F811
         assert "the session salt is wrong, this host uses " in err
 
 
-def test_refusals_with_a_reason(peer_binary):  # noqa: F811
+def test_refusals_with_a_reason(peer_binary):
     with Stack(peer_binary, "--join", "--ranks", 2) as stack, agent(stack.controller[1], "twin", rank="") as first:
         port = stack.controller[1]
         while "admitted" not in first.stderr.readline():
@@ -107,7 +107,7 @@ def test_refusals_with_a_reason(peer_binary):  # noqa: F811
         first.kill()
 
 
-def test_exit_codes_reach_the_controller(peer_binary):  # noqa: F811
+def test_exit_codes_reach_the_controller(peer_binary):
     fail = "import os; raise SystemExit(3 if os.environ['FLODL_INTERNAL_LOCAL_RANK'] == '0' else 0)"
     command = [peer_binary, "stack", "--join", "--ranks", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as stack:
@@ -123,7 +123,7 @@ def test_exit_codes_reach_the_controller(peer_binary):  # noqa: F811
     assert sorted((report["rank"], report["code"]) for report in reports) == [(0, 3), (1, 0)]
 
 
-def test_a_killed_controller_ends_the_ranks(peer_binary):  # noqa: F811
+def test_a_killed_controller_ends_the_ranks(peer_binary):
     rank = RANK.replace("worker.step(", "print('a step'); worker.step(")
     with (
         Stack(peer_binary, "--join", "--ranks", 2, "--epochs", 10**6) as stack,

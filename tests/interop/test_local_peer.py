@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import SALT
-from local_support import peer_binary, stack, start  # noqa: F401
+from local_support import stack, start  # noqa: F401
 from worker_support import WAIT, Stack
 
 import flodl_fast as ff

@@ -15,7 +15,6 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from conftest import SALT
-from peer import build, find_cargo
 from worker_support import WAIT, Relay, Running, Stack, until
 
 import flodl_fast as ff
@@ -25,16 +24,6 @@ from flodl_fast.worker import Worker
 
 f32 = np.float32
 SAMPLES, BATCH, EPOCHS = 1024, 32, 5
-
-
-@pytest.fixture(scope="module")
-def binary():
-    if sys.platform != "linux":
-        pytest.skip("the reference peer is linked without libtorch, by flags of Linux linkers")
-    cargo = find_cargo()
-    if cargo is None:
-        pytest.skip("the reference peer is built by cargo, which is not installed")
-    return build(cargo)
 
 
 FORMATION = 2  # rounds: parameters and buffers
@@ -125,9 +114,9 @@ def averages(frames, weights):
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 @pytest.mark.parametrize("route", ["relays", "direct"])
-def test_a_cohort_of_ours(binary, rounds, route, policy):
+def test_a_cohort_of_ours(peer_binary, rounds, route, policy):
     with Stack(
-        binary, "--hosts", "0,1;2", "--policy", policy, "--epochs", EPOCHS, "--samples", SAMPLES, "--batch", BATCH,
+        peer_binary, "--hosts", "0,1;2", "--policy", policy, "--epochs", EPOCHS, "--samples", SAMPLES, "--batch", BATCH,
         "--anchor", 3,
     ) as stack:
         ranks = [Rank(stack, rank, direct=route == "direct") for rank in range(3)]
@@ -185,15 +174,16 @@ def test_a_cohort_of_ours(binary, rounds, route, policy):
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_a_mixed_world(binary, policy):
+def test_a_mixed_world(peer_binary, policy):
     """The crate's ranks 0 and 2 share their relays with ours, and one of ours dials the controller."""
     shape = 50
     with Stack(
-        binary, "--hosts", "0,1;2,3;4", "--policy", policy, "--epochs", 3, "--samples", SAMPLES, "--batch", BATCH,
+        peer_binary, "--hosts", "0,1;2,3;4", "--policy", policy, "--epochs", 3, "--samples", SAMPLES, "--batch", BATCH,
     ) as stack:
         theirs = [
             subprocess.Popen(
-                [str(binary), "rank", "--salt", SALT.hex(), "--rank", str(rank), "--world", "5", "--batch", str(BATCH),
+                [str(peer_binary), "rank", "--salt", SALT.hex(), "--rank", str(rank), "--world", "5",
+                 "--batch", str(BATCH),
                  "--params", str(shape), "--data", str(stack.relays["data", rank][1]),
                  "--control", str(stack.relays["control", rank][1])],
                 stdout=subprocess.PIPE, text=True,
@@ -235,10 +225,10 @@ class Slow(Rank):
 
 
 @pytest.mark.parametrize("killed", ["controller", "relay"])
-def test_killed_in_the_middle_of_a_round(binary, rounds, killed):
+def test_killed_in_the_middle_of_a_round(peer_binary, rounds, killed):
     """Rank 0 waits in a round for rank 1, which is held back: its error is clear, and its arrays are as they were."""
     rounds.held[1] = threading.Event()
-    with Stack(binary, "--hosts", "0;1", "--samples", SAMPLES, "--batch", BATCH) as stack:
+    with Stack(peer_binary, "--hosts", "0;1", "--samples", SAMPLES, "--batch", BATCH) as stack:
         relays = {name: Relay(stack.relays[name, 0]) for name in ("data", "control") if killed == "relay"}
         waiting = Rank(stack, 0, **{name: relay.address for name, relay in relays.items()})
         held = Rank(stack, 1)
@@ -288,10 +278,10 @@ def child(stack, rank):
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_a_rank_that_hangs_is_left_behind(binary, policy):
+def test_a_rank_that_hangs_is_left_behind(peer_binary, policy):
     """Once its heartbeats have been missed long enough the others go on, with its data; then it is killed."""
     with Stack(
-        binary, "--hosts", "0,1;2", "--policy", policy, "--epochs", 2, "--samples", SAMPLES, "--batch", BATCH,
+        peer_binary, "--hosts", "0,1;2", "--policy", policy, "--epochs", 2, "--samples", SAMPLES, "--batch", BATCH,
         "--heartbeat-timeout", 3,
     ) as stack:
         lost = child(stack, 2)
@@ -318,10 +308,11 @@ def test_a_rank_that_hangs_is_left_behind(binary, policy):
         assert first | theirs == set(range(SAMPLES))
 
 
-def test_a_killed_rank_takes_the_rounds_from_all(binary):
+def test_a_killed_rank_takes_the_rounds_from_all(peer_binary):
     """The crate takes the end of a data connection for the end of training: the others learn it in their next round."""
     with Stack(
-        binary, "--hosts", "0,1;2", "--epochs", 2, "--samples", SAMPLES, "--batch", BATCH, "--heartbeat-timeout", 3,
+        peer_binary, "--hosts", "0,1;2", "--epochs", 2, "--samples", SAMPLES, "--batch", BATCH,
+        "--heartbeat-timeout", 3,
     ) as stack:
         lost = child(stack, 2)
         others = [Rank(stack, rank) for rank in (0, 1)]
