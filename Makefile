@@ -16,14 +16,17 @@ ARM_RUN := qemu-aarch64
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo build test test-kernels test-pythons test-arm test-sanitize coverage bench lint dist clean
+.PHONY: help demo demo-flodl build test test-kernels test-pythons test-arm test-sanitize coverage bench lint dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1: /p' $(MAKEFILE_LIST)
 	@echo 'PYTHON=python3.12 builds with another Python, VENV=dir in another environment than .venv.'
 
-demo: $(VENV)/.with-demo ## train three ranks on real data through the codec
+demo: $(VENV)/.with-demo ## train three ranks on real data, three processes over sockets
 	$(BIN)/python -m flodl_fast demo
+
+demo-flodl: $(VENV)/.with-demo ## the same three under the published crate's own controller; needs cargo
+	$(BIN)/python -m flodl_fast demo --peer
 
 build: $(BUILT) ## compile and install into the environment, editable
 
