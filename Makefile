@@ -16,7 +16,7 @@ ARM_RUN := qemu-aarch64
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-flodl build test test-kernels test-pythons test-arm test-sanitize coverage bench lint dist clean
+.PHONY: help demo demo-flodl build test test-kernels test-pythons test-arm test-sanitize coverage bench bench-gate lint dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1: /p' $(MAKEFILE_LIST)
@@ -60,8 +60,12 @@ coverage: ## line coverage of the Python and Cython sources
 	$(MAKE) $(VENV)/.with-dev
 	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
 
-bench: $(VENV)/.with-bench ## speeds beside the crate's and those of other libraries
-	$(BIN)/python -m pytest benchmarks
+bench: $(VENV)/.with-bench ## speeds beside the crate's and other libraries'; writes docs/performance.md
+	$(BIN)/python -m benchmarks.report
+
+bench-gate: $(VENV)/.with-bench ## compare the working tree's speeds with a revision's: make bench-gate BASE=HEAD~1
+	@test -n "$(BASE)" || { echo 'Name the revision to compare with: make bench-gate BASE=HEAD~1' >&2; exit 1; }
+	$(BIN)/python -m benchmarks.gate --base $(BASE)
 
 lint: $(VENV)/.with-dev ## ruff, mypy, and the stubs against the compiled modules
 	$(BIN)/ruff check .

@@ -513,14 +513,16 @@ cdef object to_scalar(Writer* w, object value, bint integer):
 
 
 cdef int write_unsigned(Writer* w, const Node* t, PyObject* value) except -1:
-    cdef uint64_t x
     cdef object plain
     if PyLong_CheckExact(value):
-        x = PyLong_AsUnsignedLongLong(value)
-    else:
-        plain = to_scalar(w, <object>value, True)
-        value = <PyObject*>plain
-        x = PyLong_AsUnsignedLongLong(value)
+        return write_whole(w, t, value)
+    plain = to_scalar(w, <object>value, True)
+    return write_whole(w, t, <PyObject*>plain)
+
+
+cdef inline int write_whole(Writer* w, const Node* t, PyObject* value) except -1:
+    """An int of an unsigned type."""
+    cdef uint64_t x = PyLong_AsUnsignedLongLong(value)
     if x > t.most or x == <uint64_t>-1 and PyErr_Occurred() is not NULL:
         PyErr_Clear()
         raise bad_value(w, f"expected an integer from 0 to {t.most}, got {shown(<object>value)}")
@@ -681,6 +683,7 @@ cdef int write_struct(Writer* w, const Node* t, PyObject* message) except -1:
     cdef Where here
     cdef Py_ssize_t i
     cdef PyObject* value
+    cdef const Node* part
     cdef object owned = <object>message     # a value's own conversion code may drop it from where it came
     here.up = w.where
     here.node = t
@@ -688,10 +691,21 @@ cdef int write_struct(Writer* w, const Node* t, PyObject* message) except -1:
     w.where = &here
     for i in range(t.n):
         here.index = i
-        value = (<PyObject**>(<char*>message + t.child[i].slot))[0]
+        part = &t.child[i]
+        value = (<PyObject**>(<char*>message + part.slot))[0]
         if value is NULL:
             raise TypeError(f"{path_of(w.where)}: the field has no value")
-        write_value(w, &t.child[i], value)
+        # The three most frequent kinds of field without another call.
+        if part.op == F64:
+            write_f64(w, value)
+        elif part.op == U64 and PyLong_CheckExact(value):
+            write_whole(w, part, value)
+        elif part.op == OPT and value is None_:
+            reserve(w, 1)
+            w.p[0] = 0
+            w.p += 1
+        else:
+            write_value(w, part, value)
     w.where = here.up
     return 0
 
@@ -890,6 +904,8 @@ cdef object read_map(Reader* r, const Node* t, Table table):
 cdef object read_struct(Reader* r, const Node* t, Table table):
     cdef Where here
     cdef Py_ssize_t i
+    cdef const Node* part
+    cdef PyObject* value
     cdef object message = PyType_GenericAlloc(<PyTypeObject*>t.cls, 0)
     if t.atomic and t.n:
         PyObject_GC_UnTrack(<PyObject*>message)
@@ -899,7 +915,16 @@ cdef object read_struct(Reader* r, const Node* t, Table table):
     r.where = &here
     for i in range(t.n):
         here.index = i
-        (<PyObject**>(<char*><PyObject*>message + t.child[i].slot))[0] = read_value(r, &t.child[i], table)
+        part = &t.child[i]
+        if part.op == F64:
+            need(r, 8)
+            r.p += 8
+            value = PyFloat_FromDouble(ff_load_f64(r.p - 8))
+        elif part.op == U64:
+            value = PyLong_FromUnsignedLongLong(read_varint(r, part.most))
+        else:
+            value = read_value(r, part, table)
+        (<PyObject**>(<char*><PyObject*>message + part.slot))[0] = value
     r.where = here.up
     return message
 
@@ -1093,6 +1118,10 @@ cdef class FrameCodec:
 
     cdef void mac_update(self, ff_mac_stream* stream, const uint8_t* data, Py_ssize_t n) noexcept nogil:
         ff_mac_update(stream, data, n)
+
+    cdef void mac_update_copy(self, ff_mac_stream* stream, uint8_t* to, const uint8_t* data,
+                              Py_ssize_t n) noexcept nogil:
+        ff_mac_update_copy(stream, to, data, n)
 
     cdef void mac_end(self, ff_mac_stream* stream, uint8_t* out) noexcept nogil:
         ff_mac_end(stream, &self.secret, out)
@@ -1584,6 +1613,7 @@ cdef class Records:
     cdef Table table
     cdef Scan scan
     cdef dict gathered                  # variant -> its array, or its list of rows
+    cdef bint begun[64]                 # per variant: met before
     cdef char* next[64]                 # per variant of numbers: where its next record goes
 
     def __cinit__(self, Table table, Scan scan):
@@ -1604,7 +1634,7 @@ cdef class Records:
         r.where = NULL
         variant = read_index(&r, timing.n, FAMILY_NAMES[TIMING])
         layout = &timing.variants[variant]
-        if variant not in self.gathered:
+        if not self.begun[variant]:
             self.begin(variant, layout)
         if self.next[variant] is NULL:
             message = self.scan.message(i)
@@ -1628,6 +1658,7 @@ cdef class Records:
     cdef int begin(self, uint32_t variant, const Node* layout) except -1:
         cdef Py_ssize_t least = HEADER + 1 + layout.least + (4 if self.scan.prefixed else 0)
         dtype, plain = self.table.columns[variant]
+        self.begun[variant] = True
         if not plain:
             self.gathered[variant] = []
             return 0

@@ -28,6 +28,7 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.memoryview cimport PyMemoryView_FromObject
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_INCREF
+from cpython.tuple cimport PyTuple_GET_ITEM
 from libc.math cimport isfinite
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy
@@ -100,11 +101,10 @@ DEF F32 = 0
 DEF QUIET = 16384           # bytes from which on the GIL is released
 DEF BLOCK = 32768           # bytes copied before they are hashed: they are still in the cache
 DEF MOST = 1 << 62          # bytes that no frame reaches
-DEF APART = 65536           # bytes from which on a tensor is worth a buffer of its own
+DEF APART = 65536           # bytes from which on a tensor is hashed, or sent, by itself
 
 cdef uint32_t ROUND_MAGIC = MAGIC_ROUND
 cdef object WIRE_F32 = np.dtype("<f4")
-cdef object NATIVE_F32 = np.dtype(np.float32)
 cdef bint WIRE_IS_NATIVE = WIRE_F32.isnative
 cdef dict DTYPE_NAMES = {DTYPE_F32: "float32", DTYPE_BF16: "bfloat16"}
 
@@ -652,8 +652,8 @@ cdef void write_head(uint8_t* frame, TensorLayout layout, uint8_t kind, double w
     ff_store_f64(frame + 9, weight)
 
 
-cdef inline bint stands_apart(const Piece* piece) noexcept:
-    """Whether a tensor's own memory can be sent and is worth it."""
+cdef inline bint stands_apart(const Piece* piece) noexcept nogil:
+    """Whether a tensor's own memory holds its wire bytes, and is large enough to be treated alone."""
     return piece.data is not NULL and piece.nbytes >= APART and WIRE_IS_NATIVE
 
 
@@ -683,6 +683,11 @@ cdef int compose(FrameCodec codec, TensorLayout layout, tuple arrays, Piece* pie
                     np.multiply(arrays[i], np.float32(factor), out=wire_array(t.head, frame + t.data, True))
                 else:
                     np.copyto(wire_array(t.head, frame + t.data, True), arrays[i])
+        if stands_apart(&pieces[i]) and not scaled:
+            codec.mac_update(&stream, frame + signed_, t.data - signed_)
+            codec.mac_update_copy(&stream, frame + t.data, <const uint8_t*>pieces[i].data, t.nbytes)
+            signed_ = t.data + t.nbytes
+            continue
         done = 0
         while done < t.nbytes:
             n = min(t.nbytes - done, <Py_ssize_t>BLOCK)
@@ -868,11 +873,15 @@ def sum_tensors(frames, ranks, scale):
         raise MemoryError()
     try:
         for i in range(count):
-            held = [np.asarray(row[i], WIRE_F32, order="C") for row in rows]
+            held = []
             for j in range(k):
-                array = held[j]
+                array = <object>PyTuple_GET_ITEM(rows[j], i)
+                if not (WIRE_IS_NATIVE and cnp.PyArray_ISCARRAY_RO(array)):
+                    array = np.asarray(array, WIRE_F32, order="C")
+                    held.append(array)
                 inputs[j] = <const uint8_t*>cnp.PyArray_BYTES(array)
-            total = np.empty((<object>rows[0])[i].shape, NATIVE_F32)
+            array = <object>PyTuple_GET_ITEM(rows[0], i)
+            total = cnp.PyArray_SimpleNew(cnp.PyArray_NDIM(array), cnp.PyArray_DIMS(array), cnp.NPY_FLOAT)
             n = cnp.PyArray_SIZE(total)
             if n * 4 < QUIET:
                 ff_fold_f32(<float*>cnp.PyArray_DATA(total), inputs, k, n, scaled, factor)
@@ -890,7 +899,7 @@ cdef int check_match(tuple arrays, name, tuple firsts, first_name) except -1:
     if len(arrays) != len(firsts):
         raise TensorError(f"frame {name} has {len(arrays)} tensors, frame {first_name} has {len(firsts)}")
     for i in range(len(arrays)):
-        if arrays[i].shape != firsts[i].shape:
+        if not cnp.PyArray_SAMESHAPE(arrays[i], firsts[i]):
             raise TensorError(f"frame {name}, tensor {i}: shape {arrays[i].shape}, "
                               f"frame {first_name} has {firsts[i].shape}")
     return 0

@@ -74,9 +74,7 @@ class _Link(net.Link):
             except BlockingIOError:
                 if not self._ready(selectors.EVENT_READ, wait):
                     return None
-            except OSError as error:
-                if error.errno is None:  # raised by a signal handler
-                    raise
+            except OSError:
                 return 0
 
     def write(self, data: Any) -> None:
@@ -90,8 +88,6 @@ class _Link(net.Link):
                     if not self._ready(selectors.EVENT_WRITE, self.deadlines.write_stall):
                         raise net.stalled(self.deadlines) from None
                 except OSError as error:
-                    if error.errno is None:
-                        raise
                     raise ChannelClosed(f"the peer has closed the channel ({error})") from error
 
     def _ready(self, event: int, wait: float | None) -> bool:

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 __all__ = ["Codec", "MuxRecord"]
 
 
+_RANK_OF = {kind: f"MuxRecord.rank of a {kind.name} record" for kind in MuxKind}
+
+
 @dataclass(slots=True)
 class MuxRecord:
     """One record between relay and controller.
@@ -149,9 +152,12 @@ class Codec(FrameCodec):
                 ``frame_ceiling``.
             TypeError: a payload that does not belong to the kind.
         """
-        kind = MuxKind(whole_number(record.kind, "MuxRecord.kind", min(MuxKind), max(MuxKind)))
-        most = MAX_RANK if kind is MuxKind.DATA else 0
-        rank = whole_number(record.rank, f"MuxRecord.rank of a {kind.name} record", 0, most)
+        kind = record.kind
+        if type(kind) is not MuxKind:
+            kind = MuxKind(whole_number(kind, "MuxRecord.kind", MuxKind.DATA, MuxKind.BROADCAST))
+        rank = record.rank
+        if kind is MuxKind.DATA or rank != 0:
+            rank = whole_number(rank, _RANK_OF[kind], 0, MAX_RANK if kind is MuxKind.DATA else 0)
         payload: Any = record.payload
         if kind is MuxKind.CONTROL:
             if not isinstance(payload, get_args(RelayMsg)):

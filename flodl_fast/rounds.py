@@ -44,7 +44,7 @@ class RoundFrame:
 
     def __init__(self, tensors: Iterable[Any], kind: RoundKind = RoundKind.MODEL, weight: float = 0.0) -> None:
         self.tensors: list[np.ndarray] = list(_round.arrays_of(tensors))
-        self.kind = RoundKind(kind)
+        self.kind = kind if type(kind) is RoundKind else RoundKind(kind)
         self.weight = weight
 
     @property
@@ -168,7 +168,7 @@ def _check(frame: RoundFrame, name: Any, first: RoundFrame, first_name: Any, fin
         at = _round.first_nonfinite(tensor)
         if at is not None:
             raise TensorError(f"frame {name}, tensor {i}: {np.ravel(tensor)[at]} at element {at}")
-    weight = plain_number(frame.weight, False)
+    weight = frame.weight if type(frame.weight) is float else plain_number(frame.weight, False)
     if weight is None:
         raise TypeError(f"frame {name}: weight: expected a float, got {type(frame.weight).__name__}")
     if not (math.isfinite(weight) and weight >= 0):

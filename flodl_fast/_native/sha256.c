@@ -39,6 +39,7 @@ typedef struct {
     void (*compress)(uint32_t state[8], const uint8_t *data, size_t blocks);
     void (*compress_pair)(uint32_t a[8], const uint8_t *a_data, uint32_t b[8], const uint8_t *b_data,
                           size_t blocks);
+    void (*compress_copy)(uint32_t state[8], uint8_t *to, const uint8_t *data, size_t blocks);
     void (*finish)(uint8_t digest[32], const ending *end, const uint32_t outer[8]);
     void (*finish_pair)(uint8_t a_digest[32], const ending *a, uint8_t b_digest[32], const ending *b,
                         const uint32_t outer[8]);
@@ -117,6 +118,12 @@ static void portable_compress_pair(uint32_t a[8], const uint8_t *a_data, uint32_
     portable_compress(b, b_data, blocks);
 }
 
+static void portable_compress_copy(uint32_t state[8], uint8_t *to, const uint8_t *data, size_t blocks)
+{
+    memcpy(to, data, blocks * BLOCK);
+    portable_compress(state, data, blocks);
+}
+
 static void portable_finish(uint8_t digest[32], const ending *end, const uint32_t outer[8])
 {
     uint32_t state[8];
@@ -156,7 +163,8 @@ static int always(void)
 }
 
 static const kernel PORTABLE = {
-    "portable", always, portable_compress, portable_compress_pair, portable_finish, portable_finish_pair,
+    "portable",      always,           portable_compress, portable_compress_pair, portable_compress_copy,
+    portable_finish, portable_finish_pair,
 };
 
 /* CPU instructions -------------------------------------------------------------------------------
@@ -432,6 +440,21 @@ TARGET static void hardware_compress_pair(uint32_t a[8], const uint8_t *a_data, 
     store_state(&y, b);
 }
 
+TARGET static void hardware_compress_copy(uint32_t state[8], uint8_t *to, const uint8_t *data, size_t blocks)
+{
+    lane x;
+    load_state(&x, state);
+    for (; blocks; blocks--, to += BLOCK, data += BLOCK) {
+        for (int i = 0; i < 4; i++) {
+            const quad words = load(data + 16 * i);
+            store(to + 16 * i, words);
+            x.w[i] = swap_words(words);
+        }
+        one_block(&x, NULL);
+    }
+    store_state(&x, state);
+}
+
 /* Load the state and the rest of a message, all but the bit length in place for its last block. The
  * block is put together from whole quads, because a load over several smaller stores stalls. */
 INLINE void load_ending(lane *x, const ending *end)
@@ -513,7 +536,7 @@ TARGET static void hardware_finish_pair(uint8_t a_digest[32], const ending *a, u
 }
 
 static const kernel HARDWARE_KERNEL = {
-    HARDWARE,        hardware_usable,      hardware_compress, hardware_compress_pair,
+    HARDWARE,        hardware_usable,      hardware_compress, hardware_compress_pair, hardware_compress_copy,
     hardware_finish, hardware_finish_pair,
 };
 
@@ -648,6 +671,24 @@ void ff_mac_update_pair(ff_mac_stream *a, ff_mac_stream *b, const uint8_t *data,
     } else {
         ff_mac_update(a, data, length);
         ff_mac_update(b, data, length);
+    }
+}
+
+void ff_mac_update_copy(ff_mac_stream *stream, uint8_t *to, const uint8_t *data, size_t length)
+{
+    const size_t gap = (BLOCK - stream->length % BLOCK) % BLOCK;
+    size_t whole = 0;
+    if (length >= gap + BLOCK) {
+        whole = (length - gap) / BLOCK * BLOCK;
+        memcpy(to, data, gap);
+        ff_mac_update(stream, data, gap);
+        active->compress_copy(stream->state, to + gap, data + gap, whole / BLOCK);
+        stream->length += whole;
+        whole += gap;
+    }
+    if (length > whole) {
+        memcpy(to + whole, data + whole, length - whole);
+        ff_mac_update(stream, data + whole, length - whole);
     }
 }
 

@@ -226,6 +226,21 @@ static void check_streams(void)
             CHECK(!memcmp(tag, short_digests[length], 8), "stream of %zu cut at %zu", length, cut);
         }
 
+    /* A stream that copies what it takes. */
+    for (size_t length = 0; length <= SHORT; length++)
+        for (size_t first = 0; first <= length; first += 1 + length / 16) {
+            const size_t rest = length - first;
+            area in = input(message + first, rest, length % 64), out = output(rest, first % 64);
+            ff_mac_begin(&stream, &the_key);
+            ff_mac_update(&stream, message, first);
+            ff_mac_update_copy(&stream, out.data, in.data, rest);
+            ff_mac_end(&stream, &the_key, tag);
+            CHECK(!memcmp(tag, short_digests[length], 8) && !memcmp(out.data, message + first, rest) && guards_hold(&out),
+                  "copying stream at %zu, then %zu", first, rest);
+            free(in.memory);
+            free(out.memory);
+        }
+
     /* Two streams that start apart and then take the same bytes. */
     for (size_t length = 0; length <= SHORT; length++)
         for (size_t first = 0; first <= length; first += 1 + length / 16) {
