@@ -122,7 +122,7 @@ def control_wire_to_msg(message: wire.ControlMsg) -> InProcessControlMsg | None:
     if isinstance(message, wire.NewNcclSession):
         return NewNcclSession()
     if isinstance(message, wire.ShutdownWithSave):
-        reason = plain_number(message.reason, True)
+        reason = cast(int, plain_number(message.reason, True))
         known = reason in wire.SaveReason._value2member_map_
         return ShutdownWithSave(wire.SaveReason(reason) if known else wire.SaveReason.GRACEFUL_SHUTDOWN)
     if isinstance(message, _TARGETED) and plain_number(message.target_rank, True) == RESERVED_RANK:

@@ -148,6 +148,5 @@ REDUCE_REPLY = 120  # * each read
 STARVATION = 60  # inside a frame
 LIVENESS = 30  # * control frames to a rank, timing frames from one
 DIAL_IN = 60  # * until the relays cover the world
-JOIN_HELLO = 10  # * the controller's wait
 JOIN_REPLY = 30  # * the agent's wait
 FORMATION_MARGIN = 30  # beyond what the controller says the world may take to form

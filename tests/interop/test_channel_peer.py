@@ -1,0 +1,182 @@
+"""Our channels against the crate's live controller, coordinator and relays: handshakes, rounds, messages, ends."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+import pytest
+from channel_support import CODEC, WAIT, Flavour, running
+from peer import build, find_cargo
+from worker_support import Stack
+
+import flodl_fast as ff
+from flodl_fast.net import Deadlines
+
+MODEL, CONTROL = ff.RoundKind.MODEL, ff.RoundKind.CONTROL
+WORLD = 3
+HOSTS = "0,1;2"
+SHAPES = [(300, 70), (), (0, 3), (5000,)]
+
+
+@pytest.fixture(scope="module")
+def binary():
+    if sys.platform != "linux":
+        pytest.skip("the reference peer is linked without libtorch, by flags of Linux linkers")
+    cargo = find_cargo()
+    if cargo is None:
+        pytest.skip("the reference peer is built by cargo, which is not installed")
+    return build(cargo)
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def flavour(request):
+    made = Flavour(request.param)
+    yield made
+    made.close()
+
+
+def connect(flavour, stack, what, rank, way, codec=CODEC, **deadlines):
+    """A rank's channel, through its relay or directly."""
+    cls = {"data": flavour.DataChannel, "control": flavour.ControlChannel}[what]
+    address, host = (stack.relays[what, rank], None) if way == "relay" else (stack.controller, f"direct{rank}")
+    return flavour.keep(cls.connect(address, codec, rank, WORLD, host=host, deadlines=Deadlines(**deadlines)))
+
+
+def connect_all(flavour, stack, what, ways, **deadlines):
+    """All ranks' channels. A relay takes one dial after the other, and the controller sums in the order of dials."""
+    return [connect(flavour, stack, what, rank, way, **deadlines) for rank, way in enumerate(ways)]
+
+
+def together(calls):
+    """What each of these calls returns; they run at once, as rounds wait for all ranks."""
+    return [future.result(WAIT) for future in [running(*call) for call in calls]]
+
+
+def parameters(rank):
+    random = np.random.default_rng(rank)
+    return [random.standard_normal(shape, np.float32) for shape in SHAPES]
+
+
+def average(tensors, weights):
+    """The crate's arithmetic: float32 sums from 0 on in rank order, times float32(1 / the summed weight)."""
+    total = np.zeros_like(tensors[0])
+    for tensor in tensors:
+        total += tensor
+    return total * np.float32(1 / sum(weights))
+
+
+def bits(arrays):
+    return [array.tobytes() for array in arrays]
+
+
+WAYS = {"relays": ["relay"] * 3, "direct": ["direct"] * 3, "mixed": ["relay", "relay", "direct"]}
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_three_ranks_form_count_and_average(flavour, binary, ways):
+    with Stack(binary, "--hosts", HOSTS) as stack:
+        channels = connect_all(flavour, stack, "data", ways)
+
+        params = [parameters(rank) for rank in range(WORLD)]
+        root = bits(parameters(0))
+        together((c.broadcast, p, 0, p) for c, p in zip(channels, params, strict=True))
+        assert [bits(p) for p in params] == [root] * WORLD
+
+        counts = together((c.gather, 3 * rank + 1) for rank, c in enumerate(channels))
+        assert [count.tolist() for count in counts] == [[1.0, 4.0, 7.0]] * WORLD
+
+        for round_ in range(3):
+            masses = [float(round_ + rank) for rank in range(WORLD)]
+            sent = [
+                [np.multiply(p, np.float32(mass)) for p in parameters(10 * round_ + rank)]
+                for rank, mass in enumerate(masses)
+            ]
+            expected = [average(tensors, masses) for tensors in zip(*sent, strict=True)]
+            rounds = zip(channels, sent, masses, params, strict=True)
+            frames = together((c.all_reduce, s, MODEL, m, p) for c, s, m, p in rounds)
+            assert [frame.weight for frame in frames] == [sum(masses)] * WORLD
+            assert [bits(p) for p in params] == [bits(expected)] * WORLD
+
+        # Nobody trained: local state stays.
+        zeros = [[np.zeros(shape, np.float32) for shape in SHAPES] for _ in range(WORLD)]
+        frames = together((c.all_reduce, z, MODEL, 0.0, p) for c, z, p in zip(channels, zeros, params, strict=True))
+        assert not any(frame.realized for frame in frames)
+        assert [bits(p) for p in params] == [bits(expected)] * WORLD
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_messages_cross_in_both_directions(flavour, binary, ways):
+    options = ("--hosts", HOSTS, "--samples", "96", "--batch", "32", "--epochs", "1", "--heartbeat-timeout", "60")
+    with Stack(binary, *options) as stack:
+        data = connect_all(flavour, stack, "data", ways)
+        control = connect_all(flavour, stack, "control", ways)
+        plans = []
+        for rank, channel in enumerate(control):
+            channel.send(ff.Heartbeat(rank, 0))
+            while not isinstance(message := channel.recv(WAIT), ff.StartEpoch):
+                assert isinstance(message, (ff.SetEpochCallbackRole, ff.CoordHeartbeat, ff.SetGlobalStep))
+            plans.append(message.plan)
+        assert sorted((p.epoch, p.partition_offset, p.partition_size) for p in plans) == [
+            (0, 0, 32), (0, 32, 32), (0, 64, 32)
+        ]
+        for rank, channel in enumerate(control):
+            channel.send(ff.Batch(rank, 1.0, 0.5, 1, None, 0.25 * rank))
+            channel.send(ff.MetricsMsg(rank, 0, 0.25 * rank, 1, 10.0, 32, 1.5, 1.0, 0.5, {"acc": (rank + 1.0, 1)}))
+        rounds = []
+        for rank, channel in enumerate(control):
+            while not isinstance(channel.recv(WAIT), ff.RequestParams):
+                pass
+            channel.send(ff.SnapshotReady(rank))
+            rounds.append((data[rank].gather, 1))
+        assert [count.tolist() for count in together(rounds)] == [[1.0] * WORLD] * WORLD
+        for rank, channel in enumerate(control):
+            channel.send(ff.SyncAck(rank, 0, 0.01, 1.0, 1.0))
+        for rank, channel in enumerate(control):
+            metrics = None
+            while not isinstance(message := channel.recv(WAIT), ff.Shutdown):
+                if isinstance(message, ff.EpochAggregated):
+                    metrics = message.metrics
+            assert metrics.avg_loss == 0.25
+            assert metrics.scalars == {"acc": 2.0}
+            channel.send(ff.Exiting(rank))
+        for channel in (*control, *data):
+            channel.close()
+        done = stack.lines()[-1]
+        assert (done["done"], done["dead"], done["last_epoch"], done["global_step"]) == (True, 0, 0, 3)
+
+
+def test_another_salt_is_refused_by_the_controller(flavour, binary):
+    with Stack(binary, "--hosts", HOSTS) as stack, pytest.raises(ff.HandshakeError, match="the handshake failed: "):
+        connect(flavour, stack, "data", 0, "direct", ff.Codec(bytes(16)))
+
+
+def test_another_salt_is_refused_by_a_relay(flavour, binary):
+    with Stack(binary, "--hosts", HOSTS) as stack, pytest.raises(ff.HandshakeError, match="salt, rank, world"):
+        connect(flavour, stack, "control", 0, "relay", ff.Codec(bytes(16)))
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_a_controller_that_is_killed_inside_a_round(flavour, binary, ways):
+    with Stack(binary, "--hosts", HOSTS) as stack:
+        channels = connect_all(flavour, stack, "data", ways)
+        params = [parameters(rank) for rank in range(2)]
+        pending = [running(c.all_reduce, p, MODEL, 1.0, p) for c, p in zip(channels[:2], params, strict=True)]
+        time.sleep(0.1)  # Rank 2 gives nothing, so both wait.
+        stack.process.kill()
+        for rank, round_ in enumerate(pending):
+            with pytest.raises(ff.ChannelError):
+                round_.result(WAIT)
+            assert bits(params[rank]) == bits(parameters(rank))
+            with pytest.raises(ff.ChannelClosed, match="the channel is closed: "):
+                channels[rank].gather(1.0)
+
+
+@pytest.mark.parametrize("way", ["relay", "direct"])
+def test_frames_larger_than_any_buffer(flavour, binary, way):
+    with Stack(binary, "--hosts", HOSTS) as stack:
+        channels = connect_all(flavour, stack, "data", [way] * WORLD)
+        params = [[np.full(1 << 20, rank, np.float32)] for rank in range(WORLD)]
+        together((c.all_reduce, p, MODEL, 1.0, p) for c, p in zip(channels, params, strict=True))
+        assert all((p[0] == 1).all() for p in params)
