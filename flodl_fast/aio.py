@@ -323,8 +323,11 @@ class DataChannel(_Channel):
         out: Iterable[Any] | None = None,
         *,
         scale: float | None = None,
+        view: bool = False,
     ) -> RoundFrame:
         """As ``channel.DataChannel.all_reduce``; cancelled, ``out`` stays as it was, though the frame may count."""
+        if view and out is not None:
+            raise ValueError("view=True and out= contradict each other")
         out = None if out is None else list(out)
         async with self._link.writing, self._link.reading:
             await self._sent()
@@ -332,7 +335,7 @@ class DataChannel(_Channel):
             with self._link.guard(asyncio.CancelledError):
                 self._sending = self._link.begin(self._rounds.exchange(request, self.deadlines.reply))
                 await asyncio.shield(self._sending)
-                return self._rounds.adopt(out)
+                return self._rounds.adopt(out, view)
 
     async def broadcast(self, arrays: Iterable[Any], root: int = 0, out: Iterable[Any] | None = None) -> RoundFrame:
         """As ``channel.DataChannel.broadcast``."""

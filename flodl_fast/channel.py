@@ -310,6 +310,7 @@ class DataChannel(_Channel):
         out: Iterable[Any] | None = None,
         *,
         scale: float | None = None,
+        view: bool = False,
     ) -> RoundFrame:
         """One round: send these tensors, wait for all ranks, take the reduced ones (docs/wire.md §6).
 
@@ -322,6 +323,8 @@ class DataChannel(_Channel):
                 On any error they are as they were, and also where the reply is not ``realized``.
             scale: what each value is multiplied by on its way into the frame, rounded to float32 first; None for
                 nothing.
+            view: give the result as read-only arrays on the channel's own memory, which the next round overwrites;
+                not with ``out``.
 
         Returns:
             The reduced frame: its tensors are those of ``out``, its weight the summed weight. Where ``realized`` is
@@ -336,12 +339,14 @@ class DataChannel(_Channel):
                 an end inside the reply, or this rank was declared dead; the channel is closed.
             DecodeError: the reply is no authentic frame; the channel is closed.
         """
+        if view and out is not None:
+            raise ValueError("view=True and out= contradict each other")
         out = None if out is None else list(out)
         with self._link.writing, self._link.reading:
             request = self._rounds.ask(arrays, kind, weight, out, scale)
             with self._link.guard():
                 self._link.run(self._rounds.exchange(request, self.deadlines.reply))
-                return self._rounds.adopt(out)
+                return self._rounds.adopt(out, view)
 
     def broadcast(self, arrays: Iterable[Any], root: int = 0, out: Iterable[Any] | None = None) -> RoundFrame:
         """One round in which all ranks take the root's values: it sends ``arrays``, the others zeros of their shapes.

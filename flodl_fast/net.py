@@ -631,17 +631,25 @@ class Rounds:
         """The frame that was received, in new arrays."""
         return self._codec.decode_round(self._frame)
 
-    def adopt(self, out: Sequence[Any] | None) -> RoundFrame:
-        """The frame that was received, as the reply to the one that was asked for; in new arrays if out is None."""
+    def adopt(self, out: Sequence[Any] | None, view: bool) -> RoundFrame:
+        """The frame that was received, as the reply to the one that was asked for.
+
+        Its tensors are ``out``; if that is None, new arrays, or with ``view`` read-only ones on the scratch.
+        """
         layout, asked, shapes = self._asked
         # What the header says is believed only once a decoder has checked the MAC.
         kind, weight = _HEAD.unpack_from(self._frame) if len(self._frame) >= _HEAD.size else (asked, 1.0)
         keep = out is not None and kind == RoundKind.MODEL and weight == 0
-        targets = [np.empty(shape, np.float32) for shape in shapes] if out is None else out
+        targets: Sequence[Any] = out or ()
+        if out is None and not view:
+            targets = [np.empty(shape, np.float32) for shape in shapes]
         if kind != asked or keep:
             TensorLayout.from_frame(self._codec, self._frame)
             if kind != asked:
                 raise TensorError(f"a {asked.name} round was asked for, the reply is {RoundKind(kind).name}")
+        elif view:
+            targets = self._codec.decode_round(self._frame, copy=False).tensors
+            _check_reply([tensor.shape for tensor in targets], shapes)
         else:
             layout.decode_into(self._codec, self._frame, targets)
         return RoundFrame(targets, asked, weight)
@@ -674,6 +682,14 @@ def _check_targets(arrays: Sequence[np.ndarray], targets: Sequence[np.ndarray]) 
             raise TensorError(f"tensor {i}: expected shape {array.shape}, out has {target.shape}")
         if not target.flags.writeable:
             raise ValueError(f"tensor {i}: out is read-only")
+
+
+def _check_reply(shapes: Sequence[tuple[int, ...]], asked: Sequence[tuple[int, ...]]) -> None:
+    if len(shapes) != len(asked):
+        raise TensorError(f"the reply has {len(shapes)} tensors, the request had {len(asked)}")
+    for i, (shape, expected) in enumerate(zip(shapes, asked, strict=True)):
+        if shape != expected:
+            raise TensorError(f"tensor {i}: the reply has shape {shape}, the request had {expected}")
 
 
 def _seal(codec: Codec, kind: MuxKind, whole: memoryview) -> None:

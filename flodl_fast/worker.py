@@ -599,8 +599,9 @@ class _Model:
             raise ValueError("a worker needs at least one parameter")
         self._gamma = gamma
         self._alpha = alpha
-        # What goes into a round and comes out: adoption waits until both rounds have succeeded.
-        self._drafts: dict[str, Arrays] = {}
+        # Adoption waits until both rounds have succeeded, and a reply lies in the channel's memory only until the next
+        # round: that of the parameters is kept where buffers follow.
+        self._kept = tuple(np.empty(array.shape, np.float32) for array in self.params) if self.buffers else None
 
     def norm(self) -> float:
         return _norm(self.params)
@@ -619,37 +620,34 @@ class _Model:
         Returns:
             The relative distance of the average from the parameters before, its norm, and theirs.
         """
-        params, buffers = self.params, self.buffers
+        params: Arrays = self.params
+        buffers: Arrays = self.buffers
         if data.gather(steps).any():
-            params = self._reduce(data, "params", params, gamma_mass(steps, self._gamma))
+            params = _reduce(data, params, gamma_mass(steps, self._gamma), self._kept)
             if buffers:
-                buffers = self._reduce(data, "buffers", buffers, mover_mass(steps))
+                buffers = _reduce(data, buffers, mover_mass(steps), None)
         before, after, distance = _norm(self.params), _norm(params), _norm(self.params, params)
         _adopt(self.params, params, self._alpha)
         _adopt(self.buffers, buffers, None)
         return distance / after if after > NO_NORM else 0.0, after, before
 
-    def _reduce(self, data: DataChannel, which: str, arrays: Arrays, mass: float) -> Arrays:
-        """The cohort's average of these arrays as a draft; the arrays themselves where no rank's counts."""
-        if which not in self._drafts:
-            self._drafts[which] = tuple(np.empty(array.shape, np.float32) for array in arrays)
-        drafts = self._drafts[which]
-        with np.errstate(over="ignore", invalid="ignore"):  # A model that diverges is its owner's to notice.
-            for array, draft in zip(arrays, drafts, strict=True):
-                np.multiply(array, np.float32(mass), out=draft)
-        reply = data.all_reduce(drafts, RoundKind.MODEL, mass, out=drafts)
-        return drafts if reply.realized else arrays
+
+def _reduce(data: DataChannel, arrays: Arrays, mass: float, out: Arrays | None) -> Arrays:
+    """The cohort's average of these arrays, or the arrays themselves where no rank's counts.
+
+    It is in ``out``, or if that is None in the channel's memory.
+    """
+    reply = data.all_reduce(arrays, RoundKind.MODEL, mass, out, scale=mass, view=out is None)
+    return tuple(reply.tensors) if reply.realized else arrays
 
 
-def _adopt(arrays: Arrays, drafts: Arrays, alpha: float | None) -> None:
-    for array, draft in zip(arrays, drafts, strict=True):
-        if draft is array:
+def _adopt(arrays: Arrays, averages: Arrays, alpha: float | None) -> None:
+    for array, average in zip(arrays, averages, strict=True):
+        if average is array:
             continue
         if alpha is not None:
-            draft -= array
-            draft *= np.float32(alpha)
-            draft += array
-        np.copyto(array, draft)
+            average = (average - array) * np.float32(alpha) + array
+        np.copyto(array, average)
 
 
 def _norm(arrays: Arrays, others: Arrays | None = None) -> float:

@@ -2,7 +2,8 @@
 
 One sdist is made. Each Python found on PATH or among pyenv's builds one wheel from it, against NumPy 2, and
 runs the suite of that sdist with the wheel installed: first with NumPy 1.26 where that has a wheel for this
-Python, then with the newest NumPy. A table of outcomes ends the run; the exit code is 1 if any is a failure.
+Python, then with the newest NumPy. Live clusters of the crate are left to `make test`: they say nothing about a
+Python. A table of outcomes ends the run; the exit code is 1 if any is a failure.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ PYTHONS = [(3, 10), (3, 11), (3, 12), (3, 13)]
 OLD_NUMPY, NEW_NUMPY = "==1.26.*", ">=2"
 OLD_NUMPY_NEWEST_PYTHON = (3, 12)
 PROBE = "import sys; print(sys.implementation.name, *sys.version_info[:2])"
+LEFT_OUT = "--ignore-glob=tests/interop/test_*_peer.py"
 TAIL = 60  # lines of a failed step's log that are shown
 
 
@@ -94,7 +96,7 @@ def trial(
         try:
             run(log, [venv / "bin/python", "-m", "pip", "install", "-U", f"{wheel}[test]", f"numpy{numpy}"])
             step = "NumPy " + run(log, [venv / "bin/python", "-c", "import numpy; print(numpy.__version__)"])
-            yield step, True, run(log, [venv / "bin/python", "-m", "pytest", "-q"], cwd=suite)
+            yield step, True, run(log, [venv / "bin/python", "-m", "pytest", "-q", LEFT_OUT], cwd=suite)
         except StepFailed as failure:
             yield step, False, str(failure)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -342,6 +343,20 @@ def test_an_end_at_every_byte_of_a_frame(flavour, way):
         with pytest.raises(ff.ChannelClosed, match="the channel is closed: the peer has closed the channel"):
             channel.recv(0)
         channel.close()
+
+
+def test_a_connection_that_is_reset(flavour):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made = running(flavour.ControlChannel.connect, listener.getsockname(), CODEC, RANK, WORLD)
+        far, _ = listener.accept()
+    far.sendall(ref.control_ack(SALT))
+    channel = flavour.keep(made.result(WAIT))
+    pending = running(channel.recv)
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    far.close()
+    with pytest.raises(ff.ChannelClosed):
+        pending.result(WAIT)
+    assert channel.closed
 
 
 @BOTH
@@ -775,6 +790,38 @@ def test_a_controller_that_does_not_reply(flavour, way):
 
 
 @BOTH
+def test_a_result_may_be_a_view_of_the_channel_s_memory(flavour, way):
+    channel, far = flavour.connect("data", way)
+    mine = arrays((2, 3), ())
+    for start in (9.0, 70.0):
+        reply = round_bytes(way, ff.RoundFrame(arrays((2, 3), (), start=start), MODEL, 3.0))
+        controller = served(far, way, mine, reply=reply)
+        frame = channel.all_reduce(mine, MODEL, 2.0, view=True)
+        controller.result(WAIT)
+        assert frame.weight == 3.0
+        assert equal(frame.tensors, arrays((2, 3), (), start=start))
+        assert not any(tensor.flags.writeable for tensor in frame.tensors)
+    assert equal(mine, arrays((2, 3), ()))
+
+
+@BOTH
+@pytest.mark.parametrize(("shapes", "text"), [
+    (((3, 2), ()), r"tensor 0: the reply has shape \(3, 2\), the request had \(2, 3\)"),
+    (((2, 3),), "the reply has 1 tensors, the request had 2"),
+])
+def test_a_view_of_other_shapes_is_refused(flavour, way, shapes, text):
+    channel, far = flavour.connect("data", way)
+    mine = arrays((2, 3), ())
+    controller = served(far, way, mine, reply=round_bytes(way, ff.RoundFrame(arrays(*shapes), MODEL, 3.0)))
+    with pytest.raises(ff.TensorError, match=text):
+        channel.all_reduce(mine, MODEL, 2.0, view=True)
+    controller.result(WAIT)
+    assert not channel.closed
+    with pytest.raises(ValueError, match="contradict"):
+        channel.all_reduce(mine, MODEL, 2.0, out=mine, view=True)
+
+
+@BOTH
 def test_a_reply_in_pieces_may_take_longer_than_one_wait(flavour, way):
     channel, far = flavour.connect("data", way, reply=0.5)
     mine = arrays((2,))
@@ -823,6 +870,17 @@ def test_records_that_no_controller_sends(flavour, record):
     mine = arrays((2,))
     controller = served(far, "direct", mine, reply=ref.encode_mux(SALT, {"record": record, "payload": "00"}))
     with pytest.raises(ff.ChannelError, match="has no place on this data channel"):
+        channel.all_reduce(mine, MODEL, 2.0)
+    controller.result(WAIT)
+    assert channel.closed
+
+
+def test_a_record_of_no_kind(flavour):
+    channel, far = flavour.connect("data", "direct")
+    mine = arrays((2,))
+    signed = relay("HelloAck")[:8] + bytes([9]) + bytes(8)  # an authentic header of kind 9, without a payload
+    controller = served(far, "direct", mine, reply=signed + ref.mac8(SALT, signed))
+    with pytest.raises(ff.UnknownKindError, match="mux record kind 9"):
         channel.all_reduce(mine, MODEL, 2.0)
     controller.result(WAIT)
     assert channel.closed

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 import numpy as np
 import pytest
 from channel_support import CODEC, WAIT, Flavour, running
-from peer import build, find_cargo
 from worker_support import Stack
 
 import flodl_fast as ff
@@ -18,16 +16,6 @@ MODEL, CONTROL = ff.RoundKind.MODEL, ff.RoundKind.CONTROL
 WORLD = 3
 HOSTS = "0,1;2"
 SHAPES = [(300, 70), (), (0, 3), (5000,)]
-
-
-@pytest.fixture(scope="module")
-def binary():
-    if sys.platform != "linux":
-        pytest.skip("the reference peer is linked without libtorch, by flags of Linux linkers")
-    cargo = find_cargo()
-    if cargo is None:
-        pytest.skip("the reference peer is built by cargo, which is not installed")
-    return build(cargo)
 
 
 @pytest.fixture(params=["blocking", "asyncio"])
@@ -75,8 +63,8 @@ WAYS = {"relays": ["relay"] * 3, "direct": ["direct"] * 3, "mixed": ["relay", "r
 
 
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
-def test_three_ranks_form_count_and_average(flavour, binary, ways):
-    with Stack(binary, "--hosts", HOSTS) as stack:
+def test_three_ranks_form_count_and_average(flavour, peer_binary, ways):
+    with Stack(peer_binary, "--hosts", HOSTS) as stack:
         channels = connect_all(flavour, stack, "data", ways)
 
         params = [parameters(rank) for rank in range(WORLD)]
@@ -107,9 +95,9 @@ def test_three_ranks_form_count_and_average(flavour, binary, ways):
 
 
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
-def test_messages_cross_in_both_directions(flavour, binary, ways):
+def test_messages_cross_in_both_directions(flavour, peer_binary, ways):
     options = ("--hosts", HOSTS, "--samples", "96", "--batch", "32", "--epochs", "1", "--heartbeat-timeout", "60")
-    with Stack(binary, *options) as stack:
+    with Stack(peer_binary, *options) as stack:
         data = connect_all(flavour, stack, "data", ways)
         control = connect_all(flavour, stack, "control", ways)
         plans = []
@@ -147,19 +135,19 @@ def test_messages_cross_in_both_directions(flavour, binary, ways):
         assert (done["done"], done["dead"], done["last_epoch"], done["global_step"]) == (True, 0, 0, 3)
 
 
-def test_another_salt_is_refused_by_the_controller(flavour, binary):
-    with Stack(binary, "--hosts", HOSTS) as stack, pytest.raises(ff.HandshakeError, match="the handshake failed: "):
+def test_another_salt_is_refused_by_the_controller(flavour, peer_binary):
+    with Stack(peer_binary, "--hosts", HOSTS) as stack, pytest.raises(ff.HandshakeError, match="the handshake failed: "):
         connect(flavour, stack, "data", 0, "direct", ff.Codec(bytes(16)))
 
 
-def test_another_salt_is_refused_by_a_relay(flavour, binary):
-    with Stack(binary, "--hosts", HOSTS) as stack, pytest.raises(ff.HandshakeError, match="salt, rank, world"):
+def test_another_salt_is_refused_by_a_relay(flavour, peer_binary):
+    with Stack(peer_binary, "--hosts", HOSTS) as stack, pytest.raises(ff.HandshakeError, match="salt, rank, world"):
         connect(flavour, stack, "control", 0, "relay", ff.Codec(bytes(16)))
 
 
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
-def test_a_controller_that_is_killed_inside_a_round(flavour, binary, ways):
-    with Stack(binary, "--hosts", HOSTS) as stack:
+def test_a_controller_that_is_killed_inside_a_round(flavour, peer_binary, ways):
+    with Stack(peer_binary, "--hosts", HOSTS) as stack:
         channels = connect_all(flavour, stack, "data", ways)
         params = [parameters(rank) for rank in range(2)]
         pending = [running(c.all_reduce, p, MODEL, 1.0, p) for c, p in zip(channels[:2], params, strict=True)]
@@ -174,8 +162,8 @@ def test_a_controller_that_is_killed_inside_a_round(flavour, binary, ways):
 
 
 @pytest.mark.parametrize("way", ["relay", "direct"])
-def test_frames_larger_than_any_buffer(flavour, binary, way):
-    with Stack(binary, "--hosts", HOSTS) as stack:
+def test_frames_larger_than_any_buffer(flavour, peer_binary, way):
+    with Stack(peer_binary, "--hosts", HOSTS) as stack:
         channels = connect_all(flavour, stack, "data", [way] * WORLD)
         params = [[np.full(1 << 20, rank, np.float32)] for rank in range(WORLD)]
         together((c.all_reduce, p, MODEL, 1.0, p) for c, p in zip(channels, params, strict=True))
