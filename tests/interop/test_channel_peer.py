@@ -136,7 +136,7 @@ def test_messages_cross_in_both_directions(flavour, peer_binary, ways):
 
 
 def test_another_salt_is_refused_by_the_controller(flavour, peer_binary):
-    with Stack(peer_binary, "--hosts", HOSTS) as stack, pytest.raises(ff.HandshakeError, match="the handshake failed: "):
+    with Stack(peer_binary, "--hosts", HOSTS) as stack, pytest.raises(ff.HandshakeError, match="the handshake failed:"):
         connect(flavour, stack, "data", 0, "direct", ff.Codec(bytes(16)))
 
 
