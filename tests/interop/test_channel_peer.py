@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import subprocess
+import sys
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -168,3 +173,49 @@ def test_frames_larger_than_any_buffer(flavour, peer_binary, way):
         params = [[np.full(1 << 20, rank, np.float32)] for rank in range(WORLD)]
         together((c.all_reduce, p, MODEL, 1.0, p) for c, p in zip(channels, params, strict=True))
         assert all((p[0] == 1).all() for p in params)
+
+
+BIG = 256  # MiB
+BIG_ROUND = """
+import json, sys, time
+import numpy as np
+import flodl_fast as ff
+
+def status(field):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(field)) << 10
+
+rank, port, mib = map(int, sys.argv[1:])
+params = [np.full(mib << 15, rank + 1, np.float32) for _ in range(8)]
+before = status("VmRSS")
+with ff.DataChannel.connect(("127.0.0.1", port), ff.Codec(bytes(range(16))), rank, 2) as channel:
+    started, cpu = time.perf_counter(), time.process_time()
+    channel.all_reduce(params, ff.RoundKind.MODEL, 1.0, out=params)
+    wall, cpu = time.perf_counter() - started, time.process_time() - cpu
+    assert all((p == 1.5).all() for p in params)
+    print(json.dumps({"taken": status("VmHWM") - before, "wall": wall, "cpu": cpu}), flush=True)
+    sys.stdin.read()  # A data channel that closes ends the rounds of all.
+"""
+
+
+def test_a_round_of_256_mib_takes_one_frame_of_memory(peer_binary):
+    with Stack(peer_binary, "--hosts", "0;1") as stack, ExitStack() as stopping:
+        ranks = []
+        for rank in range(2):
+            command = [sys.executable, "-c", BIG_ROUND, str(rank), str(stack.relays["data", rank][1]), str(BIG)]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            ranks.append(stopping.enter_context(process))
+            stopping.callback(process.kill)
+        told = [json.loads(rank.stdout.readline()) for rank in ranks]
+        for rank in ranks:
+            rank.stdin.close()
+    data = bytes(64 << 20)
+    started = time.perf_counter()
+    hashlib.sha256(data)
+    one_pass = (time.perf_counter() - started) * BIG / 64
+    for rank in told:
+        print(
+            f"{BIG} MiB through relays: {rank['wall']:.1f} s, {BIG / rank['wall']:.0f} MiB/s; {rank['cpu']:.2f} s of it in "
+            f"this rank, where a pass of SHA-256 takes {one_pass:.2f} s and a round two; the rest is the crate's"
+        )
+        assert rank["taken"] <= (BIG + 16) << 20
