@@ -215,7 +215,7 @@ def test_a_round_of_256_mib_takes_one_frame_of_memory(peer_binary):
     one_pass = (time.perf_counter() - started) * BIG / 64
     for rank in told:
         print(
-            f"{BIG} MiB through relays: {rank['wall']:.1f} s, {BIG / rank['wall']:.0f} MiB/s; {rank['cpu']:.2f} s of it in "
-            f"this rank, where a pass of SHA-256 takes {one_pass:.2f} s and a round two; the rest is the crate's"
+            f"{BIG} MiB through relays: {rank['wall']:.1f} s, {BIG / rank['wall']:.0f} MiB/s; of that this rank's own "
+            f"{rank['cpu']:.2f} s, where a pass of SHA-256 takes {one_pass:.2f} s and a round needs two"
         )
         assert rank["taken"] <= (BIG + 16) << 20
