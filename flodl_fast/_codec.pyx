@@ -268,6 +268,9 @@ cdef class Table:
             if base in self.newer:
                 raise EncodeError(f"{base.__name__} needs revision {self.newer[base].value}, the codec's is "
                                   f"{self.revision.value}")
+        if isinstance(message, type):
+            raise TypeError(f"the class {message.__name__} is not a message of revision {self.revision.value}, "
+                            "an instance of it may be")
         raise TypeError(f"{type(message).__name__} is not a message of revision {self.revision.value}")
 
     cdef const Entry* look_up(self, void* cls) noexcept:
@@ -1091,6 +1094,9 @@ cdef class FrameCodec:
         self.max_tensors = whole_number(max_tensors, "max_tensors", 1, 0xFFFFFFFF)
         self.frame_ceiling = whole_number(frame_ceiling, "frame_ceiling", 1, (1 << 63) - 1)
         ff_mac_key_init(&self.secret, <const uint8_t*>PyBytes_AS_STRING(raw), len(raw))
+
+    def __reduce__(self):
+        raise TypeError("a Codec is not pickled, as it holds the salt: make one where it is needed")
 
     def __repr__(self):
         return (f"{type(self).__name__}(<salt>, revision={self.revision.value!r}, max_payload={self.max_payload}, "

@@ -727,8 +727,9 @@ cdef TensorLayout read_layout(FrameCodec codec, Input source, bint strict):
     if not walk(codec, source.data, source.n, &w, layout):
         if w.at == 0:
             raise TruncatedError(f"a round frame's header takes {HEAD} bytes, got {source.n}")
-        where = f"tensor {w.next} of {w.tensors}" if w.next < w.tensors else "the footer"
-        raise TruncatedError(f"a round frame ends before or in {where}, after {source.n} bytes")
+        if w.next < w.tensors:
+            raise TruncatedError(f"a round frame of {w.tensors} tensors ends before tensor {w.next}, after {source.n} bytes")
+        raise TruncatedError(f"a round frame of {layout.size} bytes ends in its footer, after {source.n}")
     check_round_mac(codec, source, layout.size, strict)
     for i in range(layout.count):
         head = layout.tensors[i].head

@@ -417,6 +417,11 @@ class _Reducer:
     def _expected(self, channel: DataChannel) -> bool:
         return not self._stopped and not self._gone.issuperset(channel.ranks)
 
+    def present(self) -> set[int]:
+        """The ranks that have a data channel now."""
+        with self._news:
+            return self._ranks()
+
     def _ranks(self) -> set[int]:
         return {rank for channel in self._hosts for rank in channel.ranks}
 
@@ -597,7 +602,11 @@ class _Coordinator:
         if not missing:
             self._start_epoch(0)
         elif waited > self._dial_in:
-            raise ChannelError(f"ranks {missing} have not come in {self._dial_in} s")
+            # A rank dials its data channel first, and its control channel once all have formed over that.
+            half = self._reducer.present().intersection(missing)
+            missing = sorted(set(missing).difference(half)) or missing
+            waiting = f"; ranks {sorted(half)} wait for them in their first round" if half else ""
+            raise ChannelError(f"ranks {missing} have not come in {self._dial_in} s{waiting}")
 
     def _go_on(self, now: float) -> None:
         ranks = self._ranks.values()

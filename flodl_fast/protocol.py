@@ -123,7 +123,7 @@ def parse_salt(salt: bytes | str) -> bytes:
         except ValueError:
             raw = b""
         if len(raw) != SALT_SIZE:
-            raise ValueError(f"a salt as text is {2 * SALT_SIZE} hex digits, got {len(digits)} characters that are not")
+            raise ValueError(f"a salt as text is {2 * SALT_SIZE} hex digits; these {len(digits)} characters are not")
         return raw
     if not isinstance(salt, (bytes, bytearray, memoryview)):
         raise TypeError(f"a salt is {SALT_SIZE} bytes or {2 * SALT_SIZE} hex digits, got {type(salt).__name__}")

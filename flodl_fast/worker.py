@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any, SupportsFloat, get_args
 
 import numpy as np
 
@@ -280,7 +280,7 @@ class Worker:
 
     def step(
         self,
-        loss: float,
+        loss: SupportsFloat,
         *,
         batch_ms: float | None = None,
         data_ms: float = 0.0,
@@ -666,7 +666,12 @@ def _norm(arrays: Arrays, others: Arrays | None = None) -> float:
 
 def _writable(what: str, tensors: Iterable[Any]) -> Arrays:
     """The arrays that share their memory with these tensors; PyTorch's are taken out of their graph."""
-    arrays = arrays_of(t.detach().numpy() if hasattr(t, "detach") else t for t in tensors)
+    if hasattr(tensors, "__dlpack__"):
+        raise TypeError(f"{what}: expected several tensors, got one {type(tensors).__name__}")
+    try:
+        arrays = arrays_of(t.detach().numpy() if hasattr(t, "detach") else t for t in tensors)
+    except TypeError as error:
+        raise TypeError(f"{what}: {error}") from None
     for i, array in enumerate(arrays):
         if not array.flags.writeable:
             raise TypeError(f"{what}: tensor {i} is read-only, and averages are written into it")
