@@ -169,3 +169,16 @@ def round_groups(seed: int, n: int) -> Iterator[list[Json]]:
             case 2 if shapes:
                 group.append(_frame(rng, kind, [*shapes[:-1], [*shapes[-1], 1]]))
         yield group
+
+
+def damage(rng: random.Random, data: bytes) -> bytes:
+    """`data` with a byte changed, cut short or grown."""
+    at = rng.randrange(len(data))
+    match rng.randrange(4):
+        case 0:
+            return data[:at]
+        case 1:
+            return data + rng.randbytes(3)
+        case _:
+            byte = rng.choice((0, 1, 2, 0x14, 0xFA, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF, rng.randrange(256)))
+            return data[:at] + bytes([byte]) + data[at + 1:]

@@ -77,19 +77,6 @@ def signed_record(kind: int, payload: bytes, rank: int = 0) -> bytes:
     return header + ref.mac8(SALT, header + payload) + payload
 
 
-def damage(rng: Any, data: bytes) -> bytes:
-    """`data` with a byte changed, cut short or grown."""
-    at = rng.randrange(len(data))
-    match rng.randrange(4):
-        case 0:
-            return data[:at]
-        case 1:
-            return data + rng.randbytes(3)
-        case _:
-            byte = rng.choice((0, 1, 2, 0x14, 0xFA, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF, rng.randrange(256)))
-            return data[:at] + bytes([byte]) + data[at + 1:]
-
-
 class Scalar:
     """A zero-dimensional tensor of a library that the package does not know."""
 

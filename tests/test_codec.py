@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import SALT, golden, golden_params, same
+from generate import damage
 from support import (
     CODEC,
     KIND_OF,
     MESSAGE_FILES,
     NUMBER_OF,
-    damage,
     drawn,
     one_of_each,
     oracle_form,

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import SALT
-from support import CODEC, damage, one_of_each, signed_frame, signed_record
+from generate import damage
+from support import CODEC, one_of_each, signed_frame, signed_record
 
 import flodl_fast as ff
 

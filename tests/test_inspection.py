@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import SALT, golden_params
-from support import CODEC, crate_name, damage, one_of_each, oracle_form, signed_frame, signed_record
+from generate import damage
+from support import CODEC, crate_name, one_of_each, oracle_form, signed_frame, signed_record
 
 import flodl_fast as ff
 from flodl_fast.capture import CaptureWriter, Direction

@@ -8,7 +8,7 @@ import struct
 import pytest
 import reference as ref
 from conftest import SALT, same
-from generate import FLOATS, FRAME_KINDS, messages, round_frames, round_groups, salts
+from generate import FLOATS, FRAME_KINDS, damage, messages, round_frames, round_groups, salts
 from peer import ABORTED
 
 MESSAGES, ROUNDS = 2000, 500
@@ -26,19 +26,6 @@ def refusal(call, *args):
 def signed_frame(kind, payload):
     signed = struct.pack("<II", kind, len(payload)) + payload
     return struct.pack("<II", ref.CONTROL_FRAME, ref.CONTROL_VERSION) + ref.mac8(SALT, signed) + signed
-
-
-def damage(rng, data):
-    """`data` with a byte changed, cut short or grown."""
-    at = rng.randrange(len(data))
-    match rng.randrange(4):
-        case 0:
-            return data[:at]
-        case 1:
-            return data + rng.randbytes(3)
-        case _:
-            byte = rng.choice((0, 1, 2, 0x14, 0xFA, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF, rng.randrange(256)))
-            return data[:at] + bytes([byte]) + data[at + 1:]
 
 
 def same_outcome(crate, frame):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import SALT
-from generate import round_frames
+from generate import damage, round_frames
 from round_support import form_of, frame_of, numpy_holds
-from support import CODEC, damage, drawn, oracle_form, signed_frame, signed_record
+from support import CODEC, drawn, oracle_form, signed_frame, signed_record
 
 import flodl_fast as ff
 

@@ -13,9 +13,10 @@ import random
 import numpy as np
 import reference as ref
 from conftest import SALT, same
+from generate import damage
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import CODEC, KIND_OF, NUMBER_OF, damage, drawn, oracle_form, signed_frame, signed_record
+from support import CODEC, KIND_OF, NUMBER_OF, drawn, oracle_form, signed_frame, signed_record
 
 import flodl_fast as ff
 

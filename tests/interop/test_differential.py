@@ -7,9 +7,9 @@ import random
 import pytest
 import reference as ref
 from conftest import SALT, same
-from generate import messages, salts
+from generate import damage, messages, salts
 from peer import ABORTED
-from support import CODEC, KIND_OF, NUMBER_OF, damage, oracle_form, signed_frame
+from support import CODEC, KIND_OF, NUMBER_OF, oracle_form, signed_frame
 
 import flodl_fast as ff
 
