@@ -24,6 +24,7 @@ from .messages import Message, RelayDeclareDead, RelayMsg
 from .net import Deadlines, Line, Messages, Rounds, Send, Steps
 from .protocol import MAGIC_CHANNEL_CONTROL, RoundKind
 from .rounds import RoundFrame
+from .signature import told_signatures
 
 __all__ = ["ControlChannel", "DataChannel", "JoinChannel", "accept"]
 
@@ -261,10 +262,11 @@ class ControlChannel(_MessageChannel):
         world: int,
         *,
         host: str | None = None,
+        model_sig: bytes | None = None,
         deadlines: Deadlines | None = None,
     ) -> ControlChannel:
         """As ``channel.ControlChannel.connect``."""
-        line = Line.of_rank(rank, world, host)
+        line = Line.of_rank(rank, world, host, told_signatures(codec.revision, model_sig))
         link = await _Link.dial(address, deadlines or Deadlines())
         await _shake_hands(link, net.dial_control(codec, line, link.deadlines.handshake))
         return cls(link, codec, line)

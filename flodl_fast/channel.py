@@ -29,6 +29,7 @@ from .messages import Message, RelayDeclareDead, RelayMsg
 from .net import Deadlines, Line, Messages, Rounds, Send, Steps
 from .protocol import MAGIC_CHANNEL_CONTROL, RoundKind
 from .rounds import RoundFrame
+from .signature import told_signatures
 
 __all__ = ["ControlChannel", "DataChannel", "JoinChannel", "accept"]
 
@@ -227,6 +228,7 @@ class ControlChannel(_MessageChannel):
         world: int,
         *,
         host: str | None = None,
+        model_sig: bytes | None = None,
         deadlines: Deadlines | None = None,
     ) -> ControlChannel:
         """Dial and shake hands.
@@ -239,13 +241,15 @@ class ControlChannel(_MessageChannel):
             world: the number of ranks of the cluster.
             host: None to speak to a relay's loopback control port; a host name of its own to speak to the controller's
                 port directly, as the host of this rank alone.
+            model_sig: the 32 bytes of ``flodl_fast.model_sig`` for this rank's model: needed at 0.8, not there before.
             deadlines: other waits than ``Deadlines()``.
 
         Raises:
             HandshakeError: nobody answers, or not in time, or not as a flodl peer of this cluster.
             ValueError: no such rank in the world.
+            EncodeError: a ``model_sig`` that the revision does not have, or has and is not given.
         """
-        line = Line.of_rank(rank, world, host)
+        line = Line.of_rank(rank, world, host, told_signatures(codec.revision, model_sig))
         link = _Link.dial(address, deadlines or Deadlines())
         _shake_hands(link, net.dial_control(codec, line, link.deadlines.handshake))
         return cls(link, codec, line)
@@ -296,7 +300,7 @@ class DataChannel(_Channel):
         host: str | None = None,
         deadlines: Deadlines | None = None,
     ) -> DataChannel:
-        """Dial and shake hands; all as ``ControlChannel.connect``, at the data port of a relay."""
+        """Dial and shake hands; as ``ControlChannel.connect``, at the data port of a relay and without a signature."""
         line = Line.of_rank(rank, world, host)
         link = _Link.dial(address, deadlines or Deadlines())
         _shake_hands(link, net.dial_data(codec, line, link.deadlines.handshake))

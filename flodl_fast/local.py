@@ -27,7 +27,7 @@ from typing import Any, Literal, cast, get_args
 from . import messages as wire
 from . import protocol
 from .channel import Address, ControlChannel, DataChannel, accept
-from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, RELAY_CONTROL, RELAY_DATA, ROUTE
+from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, RELAY_CONTROL, RELAY_DATA, REVISION, ROUTE
 from .errors import ChannelClosed, ChannelError, FlodlError, HandshakeError, TensorError
 from .frames import Codec
 from .net import scaled
@@ -85,7 +85,7 @@ class LocalCluster:
         batch: the samples of a batch; the ranks must use the same.
         epochs: the number of epochs.
         salt: the session salt as ``Codec`` takes it; a new one if None.
-        revision: the wire's.
+        revision: the wire's. At 0.8 all ranks must tell the same signature of their models.
         host: the address to listen at. Whoever reaches it and has the salt takes part.
         port: the controller's port; the relay's two are 4 and 5 above it. 0 takes any.
         heartbeat_timeout: seconds without a Timing message after which a rank is dead; the crate's if None.
@@ -135,7 +135,7 @@ class LocalCluster:
         self._codec = Codec(self.salt, revision)
         self._reducer = _Reducer(world, self._lost, self._failed)
         self._coordinator = _Coordinator(
-            _Recipe(world, samples, batch, epochs, evaluate_every, checkpoint_every),
+            _Recipe(world, samples, batch, epochs, evaluate_every, checkpoint_every, self._codec.revision),
             heartbeat_timeout=scaled(protocol.LIVENESS) if heartbeat_timeout is None else heartbeat_timeout,
             dial_in=scaled(protocol.DIAL_IN) if dial_in is None else dial_in,
             reducer=self._reducer,
@@ -178,6 +178,7 @@ class LocalCluster:
             LOCAL_RANK: str(rank),
             HOST_NAME: name,
             ROUTE: route,
+            REVISION: self._codec.revision.value,
         }
 
     def epochs(self) -> Iterator[wire.EpochMetrics]:
@@ -194,7 +195,8 @@ class LocalCluster:
         Raises:
             TimeoutError: it is not in ``timeout`` seconds; wait again, or leave the ``with``.
             ChannelError: the run cannot go on: ranks did not come, one left before all were there, or none is left;
-                ChannelClosed where the ``with`` was left before its end.
+                ChannelClosed where the ``with`` was left before its end, HandshakeError where ranks tell different
+                signatures of their models.
             TensorError: ranks whose tensors do not match each other's; the message names the rank.
         """
         return self._coordinator.wait(timeout)
@@ -439,6 +441,7 @@ class _Recipe:
     epochs: int
     evaluate_every: int
     checkpoint_every: int
+    revision: protocol.Revision
 
     def plan(self, epoch: int, rank: int) -> wire.EpochPlan:
         """A rank's slice of an epoch: the first ranks have one sample more where they do not divide evenly."""
@@ -479,6 +482,7 @@ class _Coordinator:
         self._ranks: dict[int, _Rank] = {}  # those that are there and neither dead nor done
         self._arrived: set[int] = set()
         self._arriving = threading.Lock()
+        self._model: tuple[int, bytes] | None = None  # the rank that came first, and its model's signature
         self._epoch = -1
         self._reports: list[wire.MetricsMsg] | None = None  # of the epoch at hand, None once it is over
         self._cycle: float | None = None  # when the averaging cycle at hand began
@@ -592,6 +596,13 @@ class _Coordinator:
             self._broadcast(wire.Shutdown() if reason is None else wire.ShutdownWithSave(reason))
 
     def _admit(self, channel: ControlChannel) -> None:
+        for rank, signature in zip(channel.ranks, channel.model_sigs, strict=False):  # a relay may tell none
+            first, expected = self._model = self._model or (rank, signature)
+            if signature != expected:
+                raise HandshakeError(
+                    f"rank {rank} trains another model than rank {first}: names, shapes or dtypes of its parameters or "
+                    f"buffers differ (signatures {signature.hex()[:16]}… and {expected.hex()[:16]}…)"
+                )
         for rank in channel.ranks:
             self._ranks[rank] = _Rank(channel)
             if self._ending:  # too late to train, not to be told so
@@ -665,7 +676,7 @@ class _Coordinator:
 
     def _finish_epoch(self, reports: Sequence[wire.MetricsMsg]) -> None:
         self._reports = None
-        metrics = aggregate_metrics(self._epoch, self._recipe.world, reports)
+        metrics = aggregate_metrics(self._epoch, self._recipe.world, reports, revision=self._recipe.revision)
         self._broadcast(wire.EpochAggregated(metrics))
         with self._news:
             self._epochs.append(metrics)
@@ -787,10 +798,17 @@ def _due(every: int, epoch: int) -> bool:
     return every > 0 and epoch % every == 0
 
 
-def aggregate_metrics(epoch: int, world: int, reports: Sequence[wire.MetricsMsg]) -> wire.EpochMetrics:
+def aggregate_metrics(
+    epoch: int,
+    world: int,
+    reports: Sequence[wire.MetricsMsg],
+    *,
+    revision: protocol.Revision = protocol.Revision.V0_6,
+) -> wire.EpochMetrics:
     """The cohort's metrics of an epoch, as the crate makes them of its ranks' reports, any number from each.
 
-    Losses and scalars are weighted by batches; times, in milliseconds, are maxima.
+    Losses and scalars are weighted by batches; times, in milliseconds, are maxima. Each rank's loss and samples are
+    there from 0.7 on, no loss where a rank has had no batch.
     """
     batches = [0] * world
     samples = [0] * world
@@ -813,6 +831,10 @@ def aggregate_metrics(epoch: int, world: int, reports: Sequence[wire.MetricsMsg]
         ranks = [rank for rank in range(world) if sums[rank].get(name, (0.0, 0))[1]]
         weight = sum(batches[rank] for rank in ranks)
         scalars[name] = sum(means[rank][name] * batches[rank] for rank in ranks) / weight if weight else 0.0
+    each: dict[str, Any] = {}
+    if not revision < protocol.Revision.V0_7:
+        each["per_rank_loss"] = [loss / n if n else None for loss, n in zip(losses, batches, strict=True)]
+        each["per_rank_samples"] = samples
     spent = [share or whole for share, whole in zip(times["share_complete_ms"], times["epoch_ms"], strict=True)]
     return wire.EpochMetrics(
         epoch=epoch,
@@ -826,4 +848,5 @@ def aggregate_metrics(epoch: int, world: int, reports: Sequence[wire.MetricsMsg]
         per_rank_compute_only_ms=times["compute_only_ms"],
         per_rank_data_starve_ms=times["data_starve_ms"],
         device_indices=bytes(world),
+        **each,
     )

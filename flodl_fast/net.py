@@ -35,7 +35,7 @@ from .errors import (
 )
 from .frames import Codec, MuxRecord
 from .messages import Message, RelayDeclareDead, RelayHello, RelayHelloAck, RelayMsg
-from .protocol import LENGTH_PREFIX, MUX_HEADER, MuxKind, RoundKind
+from .protocol import LENGTH_PREFIX, MUX_HEADER, MuxKind, Revision, RoundKind
 from .rounds import RoundFrame
 from .stream import FrameReader, FrameWriter
 
@@ -178,7 +178,9 @@ def no_answer(address: tuple[str, int], deadlines: Deadlines, error: Exception) 
 
 def handshake_failed(error: FlodlError) -> HandshakeError:
     """The handshake ends with this error."""
-    hint = "; a peer does so where salt, rank, world or revision differ" if isinstance(error, ChannelClosed) else ""
+    # It hangs up, or where revisions differ waits for bytes that do not come.
+    deaf = type(error) in (ChannelError, ChannelClosed)
+    hint = "; a peer does so where salt, rank, world or revision differ" if deaf else ""
     return HandshakeError(f"the handshake failed: {error}{hint}")
 
 
@@ -245,12 +247,15 @@ class Channel:
             a JoinChannel.
         world: the number of ranks of the cluster; 0 on a JoinChannel.
         host: the host's name on a direct channel, from either end; None through a relay.
+        model_sigs: on a control channel of 0.8, what its ranks tell of their models: a signature each, in the order of
+            ``ranks``, or none of a relay that tells none. Empty on other channels.
         deadlines: the Deadlines in use.
     """
 
     ranks: tuple[int, ...] = ()
     world: int = 0
     host: str | None = None
+    model_sigs: tuple[bytes, ...] = ()
 
     def __init__(self, link: Link, codec: Codec, line: Line | None) -> None:
         self._link = link
@@ -258,6 +263,7 @@ class Channel:
         self.deadlines = link.deadlines
         if line is not None:
             self.ranks, self.world, self.host = line.ranks, line.world, line.host
+            self.model_sigs = line.model_sigs
 
     @property
     def closed(self) -> bool:
@@ -284,26 +290,28 @@ class Line:
         world: the number of ranks of the cluster.
         host: the host's name where frames go as mux records; None where each has a length prefix.
         served: seen from the controller's end.
+        model_sigs: as Channel's.
     """
 
     ranks: tuple[int, ...]
     world: int
     host: str | None = None
     served: bool = False
+    model_sigs: tuple[bytes, ...] = ()
 
     @classmethod
-    def of_rank(cls, rank: int, world: int, host: str | None) -> Line:
+    def of_rank(cls, rank: int, world: int, host: str | None, model_sigs: Iterable[bytes] = ()) -> Line:
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not in a world of {world}")
-        return cls((rank,), world, host)
+        return cls((rank,), world, host, model_sigs=tuple(model_sigs))
 
 
 def dial_control(codec: Codec, line: Line, wait: float) -> Steps[None]:
     """A rank's side of a control handshake."""
     if line.host is not None:
-        hello = RelayHello(line.host, list(line.ranks))
+        hello = RelayHello(line.host, list(line.ranks), list(line.model_sigs))
         return (yield from _dial_controller(codec, protocol.MAGIC_CHANNEL_CONTROL, hello, wait))
-    yield Send(codec.control_hello(line.ranks[0], line.world))
+    yield Send(codec.control_hello(line.ranks[0], line.world, *line.model_sigs))
     codec.check_control_ack((yield from _take(len(codec.control_ack()), wait)))
 
 
@@ -329,8 +337,11 @@ def serve(codec: Codec, world: int, deadlines: Deadlines) -> Steps[tuple[int, Li
     if magic == protocol.MAGIC_CHANNEL_JOIN:
         return magic, None
     if magic == protocol.MAGIC_CONTROL_HELLO:
-        hello = first + (yield from _take(protocol.VERSIONS[codec.revision].hello - len(first), wait))
-        line = _served([codec.check_control_hello(hello, world)[0]], world)
+        head = first + (yield from _take(protocol.GREETING - len(first), wait))
+        # Its version comes before its size: bytes that another revision does not send are not waited for.
+        hello = head + (yield from _take(codec.measure_control_hello(head) - len(head), wait))
+        rank, model_sig = codec.check_control_hello(hello, world)
+        line = _served([rank], world, model_sigs=() if model_sig is None else (model_sig,))
         yield Send(codec.control_ack())
         return protocol.MAGIC_CHANNEL_CONTROL, line
     if magic == protocol.MAGIC_DATA_HELLO:
@@ -342,7 +353,8 @@ def serve(codec: Codec, world: int, deadlines: Deadlines) -> Steps[tuple[int, Li
         record = yield from _take_record(codec, wait)
         if not isinstance(record.payload, RelayHello):
             raise HandshakeError(f"expected a RelayHello, got {record}")
-        line = _served(record.payload.ranks, world, record.payload.host)
+        told = record.payload
+        line = _served(told.ranks, world, told.host, tuple(told.model_sigs))
         yield Send(codec.encode_mux(MuxRecord(MuxKind.CONTROL, payload=RelayHelloAck())))
         return magic, line
     raise HandshakeError(f"the first bytes {first.hex()} ask for no channel that is served here")
@@ -355,10 +367,14 @@ def _dial_controller(codec: Codec, magic: int, hello: RelayHello, wait: float) -
         raise HandshakeError(f"expected a RelayHelloAck, got {record}")
 
 
-def _served(ranks: Sequence[int], world: int, host: str | None = None) -> Line:
+def _served(
+    ranks: Sequence[int], world: int, host: str | None = None, model_sigs: tuple[bytes, ...] = ()
+) -> Line:
     if not ranks or sorted(set(ranks)) != list(ranks) or ranks[-1] >= world:
         raise HandshakeError(f"ranks {list(ranks)} are not ascending in a world of {world}")
-    return Line(tuple(ranks), world, host, served=True)
+    if len(model_sigs) not in (0, len(ranks)):
+        raise HandshakeError(f"ranks {list(ranks)} come with {len(model_sigs)} model signatures")
+    return Line(tuple(ranks), world, host, served=True, model_sigs=model_sigs)
 
 
 def _magic(magic: int) -> bytes:
@@ -530,6 +546,8 @@ class Rounds:
             self._sent, self._expected = self._expected, self._sent
             self._out = _Scratch()
         self._frame = memoryview(b"")
+        # A reply with bytes after its frame: 0.6 ignores them, and so does whoever serves (docs/wire.md §6).
+        self._trailing = "ignore" if line.served or codec.revision < Revision.V0_7 else "error"
         self._layouts: dict[int, TensorLayout] = {}  # by tensor count: rounds of parameters, buffers, counts alternate
         self._asked: tuple[TensorLayout, RoundKind, list[tuple[int, ...]]]
 
@@ -644,14 +662,14 @@ class Rounds:
         if out is None and not view:
             targets = [np.empty(shape, np.float32) for shape in shapes]
         if kind != asked or keep:
-            TensorLayout.from_frame(self._codec, self._frame)
+            TensorLayout.from_frame(self._codec, self._frame, trailing=self._trailing)
             if kind != asked:
                 raise TensorError(f"a {asked.name} round was asked for, the reply is {RoundKind(kind).name}")
         elif view:
-            targets = self._codec.decode_round(self._frame, copy=False).tensors
+            targets = self._codec.decode_round(self._frame, copy=False, trailing=self._trailing).tensors
             _check_reply([tensor.shape for tensor in targets], shapes)
         else:
-            layout.decode_into(self._codec, self._frame, targets)
+            layout.decode_into(self._codec, self._frame, targets, trailing=self._trailing)
         return RoundFrame(targets, asked, weight)
 
     def broadcast(self, arrays: Iterable[Any], root: int) -> Sequence[Any]:

@@ -8,11 +8,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, SupportsFloat, get_args
+from typing import Any, SupportsFloat, Union, get_args
 
 import numpy as np
 
@@ -24,17 +24,20 @@ from .environment import Environment
 from .errors import ChannelClosed, ChannelError
 from .frames import Codec
 from .net import Deadlines
-from .protocol import RoundKind
+from .protocol import Revision, RoundKind
 from .rounds import frame_ceiling, gamma_mass, mover_mass
+from .signature import dtype_name, model_sig
 
 __all__ = ["Plan", "Worker"]
 
 HEARTBEAT = 1.0  # seconds between two beacons
 NORM_EVERY = 10  # steps since the last average between two Batch messages with a parameter norm
 NO_NORM = 1e-10  # up to here the crate takes parameters for zero, and their divergence is 0
+SAMPLE_EVERY = 0.5  # seconds between two samples of resources at least
 BLOCK = 1 << 16  # values per block of a norm: few enough to stay in the cache
 
 Arrays = tuple[np.ndarray, ...]
+Tensors = Union[Mapping[str, Any], Iterable[Any]]
 
 _CONTROL = get_args(wire.ControlMsg)
 
@@ -111,7 +114,7 @@ class Worker:
         params: the model's parameters: writable float32 arrays, of the same shapes and order at all ranks. NumPy
             arrays, CPU tensors of PyTorch (``model.parameters()`` as it is), or anything with writable memory by
             buffer protocol or, from NumPy 2.1 on, DLPack. Their memory is shared and never replaced: train them in
-            place.
+            place. A mapping gives their names, too (``dict(model.named_parameters())``), which 0.8 compares.
         rank: the rank to be.
         world: the number of ranks of the cluster.
         codec: the Codec of the cluster.
@@ -119,7 +122,9 @@ class Worker:
             connected sockets.
         host: None through a relay; where the controller is dialled, the name of a host of which this is the rank.
         buffers: float32 arrays that are no parameters, such as running statistics, averaged over the ranks that
-            have trained. Leave those of other dtypes out: they stay local.
+            have trained. Those of other dtypes stay local: leave them out of a list; a mapping has all, by name.
+        model_sig: what a rank of 0.8 tells of its model, and all ranks must tell the same: the 32 bytes of
+            ``flodl_fast.model_sig``; if None, made of the mappings. Not told before 0.8.
         formation: begin with rank 0's values everywhere. All ranks of a cluster must agree on it: those of the
             crate's own trainer always do it, and where some do and others do not, both wait for ever.
         gamma: the cluster's exponent of work: parameters count with steps ** gamma.
@@ -134,6 +139,8 @@ class Worker:
         on_shutdown_save: called with a SaveReason where the run ends and the rank is to save before.
         on_message: called with every message of the coordinator once it has been served.
         resources: called for each report to the coordinator; returns a ResourceSample of this rank's host.
+        sample_resources: from 0.7 on, call it between the reports as well and tell the coordinator: with a step, where
+            the last time is 500 ms ago.
 
     Attributes:
         rank, world: as given.
@@ -147,13 +154,13 @@ class Worker:
 
     Raises:
         TypeError: an array that is not float32, not writable, or without memory to share.
-        ValueError: no parameters, or a rank that is not in the world.
+        ValueError: no parameters, a rank that is not in the world, or at 0.8 neither names nor ``model_sig``.
         ChannelError, DecodeError: as the channels' ``connect`` and, for the formation, ``broadcast``.
     """
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Tensors,
         *,
         rank: int,
         world: int,
@@ -161,7 +168,8 @@ class Worker:
         data: Address | socket.socket,
         control: Address | socket.socket,
         host: str | None = None,
-        buffers: Iterable[Any] = (),
+        buffers: Tensors = (),
+        model_sig: bytes | None = None,
         formation: bool = True,
         gamma: float = 1.0,
         alpha: float | None = None,
@@ -173,6 +181,7 @@ class Worker:
         on_shutdown_save: Callable[[wire.SaveReason], object] | None = None,
         on_message: Callable[[wire.ControlMsg], object] | None = None,
         resources: Callable[[], wire.ResourceSample] | None = None,
+        sample_resources: bool = False,
     ) -> None:
         self.rank = rank
         self.world = world
@@ -188,6 +197,8 @@ class Worker:
         self._on_shutdown_save = on_shutdown_save
         self._on_message = on_message
         self._resources = resources
+        self._samples = resources is not None and sample_resources and not codec.revision < Revision.V0_7
+        self._sampled = -math.inf
         self._deadlines = deadlines or Deadlines()
         self._plans: deque[Plan] = deque()
         self._plan: Plan | None = None
@@ -199,7 +210,9 @@ class Worker:
         self._throttled = False
         self._epoch_role: int | None = None
         self._last_epoch: int | None = None
+        buffers = _given("buffers", buffers)
         self._model = _Model(params, buffers, gamma, alpha)
+        signature = None if codec.revision < Revision.V0_8 else model_sig or _signature(params, buffers)
         self._stop = threading.Event()
         with ExitStack() as opened:
             self._data = opened.enter_context(
@@ -208,7 +221,9 @@ class Worker:
             if formation:
                 self._model.form(self._data)
             self._control = opened.enter_context(
-                ControlChannel.connect(control, codec, rank, world, host=host, deadlines=self._deadlines)
+                ControlChannel.connect(
+                    control, codec, rank, world, host=host, model_sig=signature, deadlines=self._deadlines
+                )
             )
             opened.pop_all()
         self._heart = threading.Thread(target=self._beat, name=f"heartbeat of flodl rank {rank}", daemon=True)
@@ -217,9 +232,9 @@ class Worker:
     @classmethod
     def from_env(
         cls,
-        params: Iterable[Any],
+        params: Tensors,
         *,
-        buffers: Iterable[Any] = (),
+        buffers: Tensors = (),
         environment: Environment | None = None,
         **options: Any,
     ) -> Worker:
@@ -228,20 +243,21 @@ class Worker:
         Args:
             params, buffers: as for ``Worker``.
             environment: what ``Environment.read()`` gives, read here if None.
-            options: the keywords of ``Worker`` from ``formation`` on.
+            options: the keywords of ``Worker`` from ``model_sig`` on.
 
         Raises:
             ValueError: as ``Environment.read``.
             As ``Worker``.
         """
         env = environment or Environment.read()
-        params, buffers = _writable("params", params), _writable("buffers", buffers)
-        ceiling = frame_ceiling(sum(array.nbytes for array in params + buffers))
+        params, buffers = _given("params", params), _given("buffers", buffers)
+        arrays = _writable("params", params) + _writable("buffers", buffers)
+        options.setdefault("sample_resources", env.rank_resources)
         return cls(
             params,
             rank=env.rank,
             world=env.world,
-            codec=Codec(env.salt, frame_ceiling=ceiling),
+            codec=Codec(env.salt, env.revision, frame_ceiling=frame_ceiling(sum(array.nbytes for array in arrays))),
             data=env.data,
             control=env.control,
             host=f"{env.host}/{env.rank}" if env.direct else None,
@@ -320,6 +336,7 @@ class Worker:
         self._send(wire.Batch(self.rank, batch_ms, data_ms, self.steps + 1, norm, loss))
         if lr is not None:
             self._send(wire.LrUpdate(self.rank, lr))
+        self._sample()
         self.steps += 1
         self._since_average += 1
         self._tally.add(samples, loss, batch_ms, data_ms)
@@ -366,6 +383,8 @@ class Worker:
         hardware: str | None = None,
     ) -> None:
         """Tell the launcher's dashboard about this rank; what is None is not told.
+
+        At 0.6 there is a dashboard only where a rank has told a port; from 0.7 on the rest is archived without one.
 
         Args:
             port: the port to serve the dashboard at.
@@ -448,6 +467,11 @@ class Worker:
 
     def _send(self, message: wire.Message) -> None:
         self._control.send(message)
+
+    def _sample(self) -> None:
+        if self._samples and self._resources is not None and time.monotonic() - self._sampled >= SAMPLE_EVERY:
+            self._sampled = time.monotonic()
+            self._send(wire.TimingResourceSample(self.rank, self._resources()))
 
     def _serve_one(self, timeout: float | None) -> bool:
         """Serve the next message; False if none came in time."""
@@ -590,7 +614,7 @@ class _Tally:
 class _Model:
     """The arrays that a rank averages, and the crate's arithmetic for it."""
 
-    def __init__(self, params: Iterable[Any], buffers: Iterable[Any], gamma: float, alpha: float | None) -> None:
+    def __init__(self, params: Tensors, buffers: Tensors, gamma: float, alpha: float | None) -> None:
         if alpha is not None and not 0 < alpha <= 1:
             raise ValueError(f"alpha must be above 0 and at most 1, got {alpha}")
         self.params = _writable("params", params)
@@ -664,10 +688,20 @@ def _norm(arrays: Arrays, others: Arrays | None = None) -> float:
     return math.sqrt(total)
 
 
-def _writable(what: str, tensors: Iterable[Any]) -> Arrays:
-    """The arrays that share their memory with these tensors; PyTorch's are taken out of their graph."""
+def _given(what: str, tensors: Tensors) -> Mapping[str, Any] | Arrays:
+    """These tensors in a form that can be gone through more than once: the mapping, or the arrays."""
+    return tensors if isinstance(tensors, Mapping) else _writable(what, tensors)
+
+
+def _writable(what: str, tensors: Tensors) -> Arrays:
+    """The arrays that share their memory with these tensors; PyTorch's are taken out of their graph.
+
+    Of a mapping of buffers those in float32.
+    """
     if hasattr(tensors, "__dlpack__"):
         raise TypeError(f"{what}: expected several tensors, got one {type(tensors).__name__}")
+    if isinstance(tensors, Mapping):
+        tensors = [t for t in tensors.values() if what != "buffers" or dtype_name(t) == "float32"]
     try:
         arrays = arrays_of(t.detach().numpy() if hasattr(t, "detach") else t for t in tensors)
     except TypeError as error:
@@ -676,6 +710,17 @@ def _writable(what: str, tensors: Iterable[Any]) -> Arrays:
         if not array.flags.writeable:
             raise TypeError(f"{what}: tensor {i} is read-only, and averages are written into it")
     return arrays
+
+
+def _signature(params: Tensors, buffers: Tensors) -> bytes:
+    """The signature of a model whose names are known."""
+    for what, tensors in (("params", params), ("buffers", buffers)):
+        if not isinstance(tensors, Mapping) and tensors != ():
+            raise ValueError(
+                f"revision 0.8 compares the models of all ranks by their names: give {what} as a mapping of names to "
+                "arrays, such as dict(model.named_parameters()), or model_sig="
+            )
+    return model_sig(params, buffers)
 
 
 def _attempt(name: str, callback: Callable[[int], Any] | None, argument: int) -> tuple[Any, float, str | None]:
