@@ -35,6 +35,7 @@ import flodl_fast as ff
 
 from .capture import CaptureWriter, Direction
 from .channel import Address
+from .cli import REVISIONS
 from .protocol import LENGTH_PREFIX, MAGIC_DATA_HELLO
 
 __all__ = ["add_arguments", "run"]
@@ -78,13 +79,13 @@ class Network:
 
     def __init__(self, seed: Sequence[int]) -> None:
         normal = np.random.default_rng(seed).standard_normal
-        self.parameters = [
-            normal((64, HIDDEN), np.float32) * np.float32(math.sqrt(2 / 64)),
-            np.zeros(HIDDEN, np.float32),
-            normal((HIDDEN, 10), np.float32) * np.float32(math.sqrt(2 / HIDDEN)),
-            np.zeros(10, np.float32),
-        ]
-        self._velocities = [np.zeros_like(p) for p in self.parameters]
+        self.parameters = {
+            "weights1": normal((64, HIDDEN), np.float32) * np.float32(math.sqrt(2 / 64)),
+            "bias1": np.zeros(HIDDEN, np.float32),
+            "weights2": normal((HIDDEN, 10), np.float32) * np.float32(math.sqrt(2 / HIDDEN)),
+            "bias2": np.zeros(10, np.float32),
+        }
+        self._velocities = [np.zeros_like(p) for p in self.parameters.values()]
 
     def step(self, batch: Digits, learning_rate: float) -> float:
         """Take one step, in place; returns the batch's mean loss before it."""
@@ -95,9 +96,9 @@ class Network:
         loss = -float(np.log(np.maximum(error[wanted], np.float32(1e-12))).mean())
         error[wanted] -= 1
         error /= np.float32(len(batch.labels))
-        back = (error @ self.parameters[2].T) * (hidden > 0)
+        back = (error @ self.parameters["weights2"].T) * (hidden > 0)
         gradients = batch.images.T @ back, back.sum(0), hidden.T @ error, error.sum(0)
-        for parameter, velocity, gradient in zip(self.parameters, self._velocities, gradients, strict=True):
+        for parameter, velocity, gradient in zip(self.parameters.values(), self._velocities, gradients, strict=True):
             velocity *= MOMENTUM
             velocity += gradient
             parameter -= np.float32(learning_rate) * velocity
@@ -108,7 +109,7 @@ class Network:
         return float((self._forward(digits.images)[1].argmax(1) == digits.labels).mean())
 
     def _forward(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        weights1, bias1, weights2, bias2 = self.parameters
+        weights1, bias1, weights2, bias2 = self.parameters.values()
         hidden = np.maximum(images @ weights1 + bias1, 0)
         return hidden, hidden @ weights2 + bias2
 
@@ -129,6 +130,7 @@ class Recipe:
     batch: int
     seed: int
     samples: int
+    revision: str = "0.6"
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.epochs, self.batch) < 1 or self.seed < 0 or self.ranks * self.batch > self.samples:
@@ -148,8 +150,9 @@ class Recipe:
 def train_rank(rank: int, recipe: Recipe, salt: str, relay: Address, training: Digits, held_out: Digits) -> Network:
     """A rank's whole life; returns the network that it ends with."""
     network = Network([recipe.seed, rank])  # All ranks go on from rank 0's.
+    codec = ff.Codec(salt, recipe.revision)
     with ff.Worker(
-        network.parameters, rank=rank, world=recipe.ranks, codec=ff.Codec(salt), data=relay, control=relay
+        network.parameters, rank=rank, world=recipe.ranks, codec=codec, data=relay, control=relay
     ) as worker:
         for plan in worker.plans():
             order = recipe.order(plan.epoch)
@@ -215,12 +218,12 @@ class Tap(socketserver.ThreadingTCPServer):
         """Serve a connection, in a thread of its own."""
         codec = self._codec
         with suppress(OSError), request.makefile("rb") as up:
-            hello = _take(up, len(codec.data_hello(0, 1)))
+            hello = _take(up, len(codec.data_hello(0, 1)))  # which begins as a control hello does
             magic, _, rank, _ = struct.unpack("<4I", hello)
             channel, ack_size = "data", len(codec.data_ack())
             if magic != MAGIC_DATA_HELLO:
                 channel, ack_size = "control", len(codec.control_ack())
-                hello += _take(up, len(codec.control_hello(0, 1)) - len(hello))
+                hello += _take(up, codec.measure_control_hello(hello) - len(hello))
             leg = f"rank {rank} {channel}"
             with socket.create_connection(self.routes[channel, rank]) as far, far.makefile("rb") as down:
                 for sock in (request, far):
@@ -283,7 +286,8 @@ Epochs = Iterator[tuple[int, float, float]]  # number, mean loss, mean held-out 
 @contextmanager
 def local_cluster(recipe: Recipe, salt: str) -> Iterator[tuple[Routes, Epochs]]:
     """A LocalCluster: where the ranks' connections go, and its epochs as they end."""
-    with ff.LocalCluster(recipe.ranks, recipe.samples, recipe.batch, recipe.epochs, salt=salt) as cluster:
+    work = recipe.ranks, recipe.samples, recipe.batch, recipe.epochs
+    with ff.LocalCluster(*work, salt=salt, revision=recipe.revision) as cluster:
         ports = zip(("data", "control"), cluster.relay_ports, strict=True)
         routes = {(channel, rank): ("127.0.0.1", port) for channel, port in ports for rank in range(recipe.ranks)}
         yield routes, ((m.epoch, m.avg_loss, m.scalars["held-out"]) for m in cluster.epochs())
@@ -317,8 +321,8 @@ def _read_epochs(lines: Iterable[str]) -> Epochs:
                 raise ff.ChannelError(f"the controller says {other}")
 
 
-def build_peer() -> str:
-    """The path of the published crate's reference peer, built unless it was before.
+def build_peer(revision: str) -> str:
+    """The path of the reference peer of the published crate of that revision, built unless it was before.
 
     Raises:
         OSError: this is not a checkout, or the build fails, as without cargo.
@@ -327,8 +331,9 @@ def build_peer() -> str:
         raise FileNotFoundError(f"--peer needs a checkout of the repository, to build the crate by {BUILD}")
     print("Building the published crate, which takes a minute the first time.", file=sys.stderr)
     path = os.pathsep.join((os.environ.get("PATH", os.defpath), str(Path.home() / ".cargo" / "bin")))
+    command = ["bash", str(BUILD), f"{revision}.0"]
     try:
-        return subprocess.check_output(["bash", BUILD], text=True, env={**os.environ, "PATH": path}).strip()
+        return subprocess.check_output(command, text=True, env={**os.environ, "PATH": path}).strip()
     except subprocess.CalledProcessError as error:
         hint = "" if shutil.which("cargo", path=path) else ": it takes cargo (https://rustup.rs)"
         raise OSError(f"the published crate cannot be built{hint}") from error
@@ -358,7 +363,7 @@ def train(
         for epoch in epochs:
             report(*epoch)
         networks = [rank.result() for rank in ranks]
-    if len({b"".join(p.tobytes() for p in network.parameters) for network in networks}) > 1:
+    if len({b"".join(p.tobytes() for p in network.parameters.values()) for network in networks}) > 1:
         raise ff.TensorError("the ranks end with different parameters")
     return networks
 
@@ -371,6 +376,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=16, help="images in a batch (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of first weights and shuffling (%(default)s)")
     parser.add_argument("--target", type=float, default=0.95, help="held-out accuracy to reach (%(default)s)")
+    parser.add_argument("--revision", choices=REVISIONS, default="0.6", help="the wire's (%(default)s)")
     parser.add_argument("--salt", metavar="HEX", help="32 hex digits that key the frames' MACs (random)")
     parser.add_argument("--capture", metavar="FILE", default="demo.cap", help="record all frames here (%(default)s)")
     parser.add_argument("--no-capture", dest="capture", action="store_const", const=None, help="record nothing")
@@ -386,10 +392,13 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         try:
             training, held_out = load_digits()
-            codec = ff.Codec(salt)
-            recipe = Recipe(args.ranks, args.epochs, args.batch, args.seed, len(training.labels))
-            cluster = crate_cluster(recipe, salt, build_peer()) if args.peer else local_cluster(recipe, salt)
-            capture = CaptureWriter(stack.enter_context(open(args.capture, "wb"))) if args.capture else None
+            codec = ff.Codec(salt, args.revision)
+            recipe = Recipe(args.ranks, args.epochs, args.batch, args.seed, len(training.labels), args.revision)
+            cluster = (
+                crate_cluster(recipe, salt, build_peer(args.revision)) if args.peer else local_cluster(recipe, salt)
+            )
+            file = stack.enter_context(open(args.capture, "wb")) if args.capture else None
+            capture = None if file is None else CaptureWriter(file, revision=args.revision)
         except ImportError as error:
             return _fail(f"the digits come with scikit-learn ({error}), an extra: pip install 'flodl_fast[demo]'")
         except (ValueError, OSError) as error:
