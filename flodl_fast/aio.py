@@ -326,6 +326,7 @@ class DataChannel(_Channel):
         *,
         scale: float | None = None,
         view: bool = False,
+        wire: str | None = None,
     ) -> RoundFrame:
         """As ``channel.DataChannel.all_reduce``; cancelled, ``out`` stays as it was, though the frame may count."""
         if view and out is not None:
@@ -333,7 +334,7 @@ class DataChannel(_Channel):
         out = None if out is None else list(out)
         async with self._link.writing, self._link.reading:
             await self._sent()
-            request = self._rounds.ask(arrays, kind, weight, out, scale)
+            request = self._rounds.ask(arrays, kind, weight, out, scale, wire)
             with self._link.guard(asyncio.CancelledError):
                 self._sending = self._link.begin(self._rounds.exchange(request, self.deadlines.reply))
                 await asyncio.shield(self._sending)
@@ -345,7 +346,8 @@ class DataChannel(_Channel):
 
     async def gather(self, value: float) -> np.ndarray:
         """As ``channel.DataChannel.gather``."""
-        return (await self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0)).tensors[0]
+        values: np.ndarray = (await self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0)).tensors[0]
+        return values
 
     # -- the serving side
 

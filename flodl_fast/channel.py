@@ -315,20 +315,25 @@ class DataChannel(_Channel):
         *,
         scale: float | None = None,
         view: bool = False,
+        wire: str | None = None,
     ) -> RoundFrame:
         """One round: send these tensors, wait for all ranks, take the reduced ones (docs/wire.md §6).
 
         Args:
-            arrays: float32 arrays by buffer protocol or DLPack, of the same shapes at all ranks.
+            arrays: float32 arrays by buffer protocol or DLPack, of the same shapes at all ranks; from 0.7 on also
+                bfloat16 ones, at all ranks.
             kind: MODEL is divided by the summed weight, CONTROL summed only.
             weight: this rank's mass, finite and not negative; what goes into a MODEL round is multiplied by it, before
                 or by ``scale``.
-            out: writable float32 arrays of the same shapes for the result, which may be ``arrays``; new ones if None.
-                On any error they are as they were, and also where the reply is not ``realized``.
+            out: writable arrays of the same shapes for the result, which may be ``arrays``; new ones of their dtypes if
+                None. Float32 ones take bfloat16 widened. On any error they are as they were, and also where the reply
+                is not ``realized``.
             scale: what each value is multiplied by on its way into the frame, rounded to float32 first; None for
-                nothing.
+                nothing. By 0 a rank of 0.8 sends no data, as the crate's does.
             view: give the result as read-only arrays on the channel's own memory, which the next round overwrites;
-                not with ``out``.
+                in the dtype in which it travels, and not with ``out``.
+            wire: "bf16" has all tensors travel as bfloat16, rounded to nearest with ties to even (0.7 on; at all ranks
+                of a cluster, and by the crate's in MODEL rounds only). By default each does in its own dtype.
 
         Returns:
             The reduced frame: its tensors are those of ``out``, its weight the summed weight. Where ``realized`` is
@@ -347,7 +352,7 @@ class DataChannel(_Channel):
             raise ValueError("view=True and out= contradict each other")
         out = None if out is None else list(out)
         with self._link.writing, self._link.reading:
-            request = self._rounds.ask(arrays, kind, weight, out, scale)
+            request = self._rounds.ask(arrays, kind, weight, out, scale, wire)
             with self._link.guard():
                 self._link.run(self._rounds.exchange(request, self.deadlines.reply))
                 return self._rounds.adopt(out, view)
@@ -376,7 +381,8 @@ class DataChannel(_Channel):
         Raises:
             As ``all_reduce``.
         """
-        return self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0).tensors[0]
+        values: np.ndarray = self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0).tensors[0]
+        return values
 
     # -- the serving side
 
@@ -393,6 +399,8 @@ class DataChannel(_Channel):
 
     def recv(self, timeout: float | None = None) -> RoundFrame | RelayMsg:
         """On a served channel: the host's next frame, in new arrays; or its relay's own message, a RelayRankExit.
+
+        Tensors that came without data (0.8) are Elided.
 
         Args:
             timeout: seconds to wait for a frame to begin, None for no limit.

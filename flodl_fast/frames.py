@@ -13,7 +13,6 @@ from ._codec import FrameCodec, whole_number
 from .errors import (
     AuthenticationError,
     BadMagicError,
-    EncodeError,
     HandshakeError,
     TrailingDataError,
     TruncatedError,

@@ -32,7 +32,7 @@ from .errors import ChannelClosed, ChannelError, FlodlError, HandshakeError, Ten
 from .frames import Codec
 from .layout import variants_of
 from .net import scaled
-from .rounds import RoundFrame, reduce_frames, sum_frames
+from .rounds import RoundFold, RoundFrame
 
 __all__ = ["LocalCluster", "LocalResult", "aggregate_metrics"]
 
@@ -374,21 +374,22 @@ class _Reducer:
             self._failed(error)
 
     def _round(self, hosts: Sequence[DataChannel]) -> None:
-        total: RoundFrame | None = None
+        fold, empty = RoundFold(), True
         for channel in hosts:
             frame = self._take(channel)
             if frame is None:
                 continue
+            ranks = ", ".join(map(str, channel.ranks))
             try:
-                total = frame if total is None else sum_frames([total, frame])
+                fold.add(frame, f"of rank {ranks}")
             except TensorError as error:
-                ranks = ", ".join(map(str, channel.ranks))
                 raise TensorError(f"the frame of rank {ranks} does not fit those of lower ranks: {error}") from error
-        if total is None:
+            empty = False
+        if empty:
             with self._news:  # nobody is left, which the coordinator is about to see
                 self._news.wait_for(lambda: self._stopped)
             return
-        result = reduce_frames([total])
+        result = fold.reduce()
         for channel in hosts:
             if self._expected(channel):
                 self._tell(channel, partial(channel.send, result))

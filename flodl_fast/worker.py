@@ -24,7 +24,7 @@ from .environment import Environment
 from .errors import ChannelClosed, ChannelError
 from .frames import Codec
 from .net import Deadlines
-from .protocol import Revision, RoundKind
+from .protocol import BF16_SINCE, Revision, RoundKind
 from .rounds import frame_ceiling, gamma_mass, mover_mass
 from .signature import dtype_name, model_sig
 
@@ -130,6 +130,8 @@ class Worker:
         gamma: the cluster's exponent of work: parameters count with steps ** gamma.
         alpha: the elastic blend of the cluster's async policy, above 0 and at most 1: the share of the way to the
             average that the parameters go. None adopts the average.
+        bf16_wire: parameters and buffers travel in bfloat16 where they are averaged (0.7 on), rounded to it at each
+            end; they are added up in float32. All ranks of a cluster must agree on it.
         deadlines: other waits than ``Deadlines()``.
         on_checkpoint: called with the version where this rank is to save a checkpoint. An exception is reported to
             the coordinator, which then tries another rank.
@@ -154,7 +156,8 @@ class Worker:
 
     Raises:
         TypeError: an array that is not float32, not writable, or without memory to share.
-        ValueError: no parameters, a rank that is not in the world, or at 0.8 neither names nor ``model_sig``.
+        ValueError: no parameters, a rank that is not in the world, ``bf16_wire`` at 0.6, or at 0.8 neither names nor
+            ``model_sig``.
         ChannelError, DecodeError: as the channels' ``connect`` and, for the formation, ``broadcast``.
     """
 
@@ -173,6 +176,7 @@ class Worker:
         formation: bool = True,
         gamma: float = 1.0,
         alpha: float | None = None,
+        bf16_wire: bool = False,
         deadlines: Deadlines | None = None,
         on_checkpoint: Callable[[int], object] | None = None,
         on_eval: Callable[[int], float] | None = None,
@@ -211,7 +215,9 @@ class Worker:
         self._epoch_role: int | None = None
         self._last_epoch: int | None = None
         buffers = _given("buffers", buffers)
-        self._model = _Model(params, buffers, gamma, alpha)
+        self._model = _Model(params, buffers, gamma, alpha, "bf16" if bf16_wire else None)
+        if bf16_wire and codec.revision < BF16_SINCE:
+            raise ValueError(f"revision {codec.revision.value} has no bf16_wire, which came with {BF16_SINCE.value}")
         signature = None if codec.revision < Revision.V0_8 else model_sig or _signature(params, buffers)
         self._stop = threading.Event()
         with ExitStack() as opened:
@@ -614,7 +620,9 @@ class _Tally:
 class _Model:
     """The arrays that a rank averages, and the crate's arithmetic for it."""
 
-    def __init__(self, params: Tensors, buffers: Tensors, gamma: float, alpha: float | None) -> None:
+    def __init__(
+        self, params: Tensors, buffers: Tensors, gamma: float, alpha: float | None, wire: str | None
+    ) -> None:
         if alpha is not None and not 0 < alpha <= 1:
             raise ValueError(f"alpha must be above 0 and at most 1, got {alpha}")
         self.params = _writable("params", params)
@@ -623,9 +631,11 @@ class _Model:
             raise ValueError("a worker needs at least one parameter")
         self._gamma = gamma
         self._alpha = alpha
+        self._wire = wire
         # Adoption waits until both rounds have succeeded, and a reply lies in the channel's memory only until the next
-        # round: that of the parameters is kept where buffers follow.
-        self._kept = tuple(np.empty(array.shape, np.float32) for array in self.params) if self.buffers else None
+        # round: that of the parameters is kept where buffers follow. So is what came in bfloat16, as float32.
+        self._kept_params = _like(self.params) if self.buffers or wire else None
+        self._kept_buffers = _like(self.buffers) if wire else None
 
     def norm(self) -> float:
         return _norm(self.params)
@@ -647,22 +657,25 @@ class _Model:
         params: Arrays = self.params
         buffers: Arrays = self.buffers
         if data.gather(steps).any():
-            params = _reduce(data, params, gamma_mass(steps, self._gamma), self._kept)
+            params = self._reduce(data, params, gamma_mass(steps, self._gamma), self._kept_params)
             if buffers:
-                buffers = _reduce(data, buffers, mover_mass(steps), None)
+                buffers = self._reduce(data, buffers, mover_mass(steps), self._kept_buffers)
         before, after, distance = _norm(self.params), _norm(params), _norm(self.params, params)
         _adopt(self.params, params, self._alpha)
         _adopt(self.buffers, buffers, None)
         return distance / after if after > NO_NORM else 0.0, after, before
 
+    def _reduce(self, data: DataChannel, arrays: Arrays, mass: float, out: Arrays | None) -> Arrays:
+        """The cohort's average of these arrays, or the arrays themselves where no rank's counts.
 
-def _reduce(data: DataChannel, arrays: Arrays, mass: float, out: Arrays | None) -> Arrays:
-    """The cohort's average of these arrays, or the arrays themselves where no rank's counts.
+        It is in ``out``, or if that is None in the channel's memory.
+        """
+        reply = data.all_reduce(arrays, RoundKind.MODEL, mass, out, scale=mass, view=out is None, wire=self._wire)
+        return tuple(reply.tensors) if reply.realized else arrays
 
-    It is in ``out``, or if that is None in the channel's memory.
-    """
-    reply = data.all_reduce(arrays, RoundKind.MODEL, mass, out, scale=mass, view=out is None)
-    return tuple(reply.tensors) if reply.realized else arrays
+
+def _like(arrays: Arrays) -> Arrays:
+    return tuple(np.empty(array.shape, np.float32) for array in arrays)
 
 
 def _adopt(arrays: Arrays, averages: Arrays, alpha: float | None) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import SALT
-from worker_support import CODEC, WAIT, Running, Stack
+from worker_support import WAIT, Running, Stack, named
 
 import flodl_fast as ff
 from flodl_fast.local import LocalCluster
@@ -33,7 +33,8 @@ AGENT = [sys.executable, "-m", "flodl_fast", "join"]
 class LocalStack:
     """LocalCluster with the options and the output of `peer stack`."""
 
-    def __init__(self, *options: Any) -> None:
+    def __init__(self, *options: Any, revision: str = "0.6") -> None:
+        self.codec = ff.Codec(SALT, revision)
         parser = argparse.ArgumentParser()
         parser.add_argument("--hosts", default="0,1")
         parser.add_argument("--policy", choices=["sync"])
@@ -42,8 +43,9 @@ class LocalStack:
         args = parser.parse_args(list(map(str, options)))
         self.world = args.hosts.replace(";", ",").count(",") + 1
         self._cluster = LocalCluster(
-            self.world, args.samples, args.batch, args.epochs, salt=SALT, heartbeat_timeout=args.heartbeat_timeout
-        )
+            self.world, args.samples, args.batch, args.epochs, salt=SALT, revision=revision,
+            heartbeat_timeout=args.heartbeat_timeout,
+        )  # fmt: skip
 
     def options(self, rank: int, direct: bool = False) -> dict[str, Any]:
         """The keywords of Worker that make it this rank."""
@@ -51,7 +53,7 @@ class LocalStack:
         if direct:
             data = control = self.controller
         host = f"direct{rank}" if direct else None
-        return {"rank": rank, "world": self.world, "codec": CODEC, "data": data, "control": control, "host": host}
+        return {"rank": rank, "world": self.world, "codec": self.codec, "data": data, "control": control, "host": host}
 
     def lines(self, timeout: float = WAIT) -> list[dict[str, Any]]:
         """What `peer stack` prints after its first line, once the run is over."""
@@ -85,11 +87,11 @@ class LocalStack:
 
 @pytest.fixture(params=["crate", "local"])
 def stack(request: pytest.FixtureRequest) -> Callable[..., Stack | LocalStack]:
-    """Starts the crate's controller, or a LocalCluster, with the options of `peer stack`."""
+    """Starts the crate's controller, or a LocalCluster, with the options of `peer stack` and a revision."""
     if request.param == "local":
         return LocalStack
-    binary = request.getfixturevalue("peer_binary")
-    return lambda *options: Stack(binary, *options)
+    build = request.getfixturevalue("peer_build")
+    return lambda *options, revision="0.6": Stack(build(revision), *options, revision=revision)
 
 
 class Trained:
@@ -107,18 +109,18 @@ class Trained:
 
 
 def train(
-    options: dict[str, Any], batch: int = 32, pause: float = 0.0, tensors: int = 2, in_step: bool = False
+    options: dict[str, Any], batch: int = 32, pause: float = 0.0, tensors: int = 2, in_step: bool = False, **more: Any
 ) -> Trained:
     """A rank's plain loop: its model starts at its number and gains 0.5 a batch, its loss is its number.
 
     In step, it waits for an average after each batch. Where all ranks do so, and have as many batches, no outcome
     depends on who is faster: the crate may otherwise see the ranks' reports before their batches, and begin the next
-    epoch first.
+    epoch first. What is more is for the Worker.
     """
     seen = Trained()
     rank = options["rank"]
     seen.params = [np.full(6, rank, np.float32), np.full((2, 3), -rank, np.float32)][:tensors]
-    with Worker(seen.params, formation=False, on_message=seen.messages.append, **options) as worker:
+    with Worker(named(seen.params), formation=False, on_message=seen.messages.append, **options, **more) as worker:
         for plan in worker.plans():
             for picks in plan.batches(batch):
                 seen.picks.setdefault(plan.epoch, []).extend(picks.tolist())
