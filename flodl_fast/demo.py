@@ -79,13 +79,13 @@ class Network:
 
     def __init__(self, seed: Sequence[int]) -> None:
         normal = np.random.default_rng(seed).standard_normal
-        self.parameters = {
-            "weights1": normal((64, HIDDEN), np.float32) * np.float32(math.sqrt(2 / 64)),
-            "bias1": np.zeros(HIDDEN, np.float32),
-            "weights2": normal((HIDDEN, 10), np.float32) * np.float32(math.sqrt(2 / HIDDEN)),
-            "bias2": np.zeros(10, np.float32),
-        }
-        self._velocities = [np.zeros_like(p) for p in self.parameters.values()]
+        self.parameters = [
+            normal((64, HIDDEN), np.float32) * np.float32(math.sqrt(2 / 64)),
+            np.zeros(HIDDEN, np.float32),
+            normal((HIDDEN, 10), np.float32) * np.float32(math.sqrt(2 / HIDDEN)),
+            np.zeros(10, np.float32),
+        ]
+        self._velocities = [np.zeros_like(p) for p in self.parameters]
 
     def step(self, batch: Digits, learning_rate: float) -> float:
         """Take one step, in place; returns the batch's mean loss before it."""
@@ -96,9 +96,9 @@ class Network:
         loss = -float(np.log(np.maximum(error[wanted], np.float32(1e-12))).mean())
         error[wanted] -= 1
         error /= np.float32(len(batch.labels))
-        back = (error @ self.parameters["weights2"].T) * (hidden > 0)
+        back = (error @ self.parameters[2].T) * (hidden > 0)
         gradients = batch.images.T @ back, back.sum(0), hidden.T @ error, error.sum(0)
-        for parameter, velocity, gradient in zip(self.parameters.values(), self._velocities, gradients, strict=True):
+        for parameter, velocity, gradient in zip(self.parameters, self._velocities, gradients, strict=True):
             velocity *= MOMENTUM
             velocity += gradient
             parameter -= np.float32(learning_rate) * velocity
@@ -109,7 +109,7 @@ class Network:
         return float((self._forward(digits.images)[1].argmax(1) == digits.labels).mean())
 
     def _forward(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        weights1, bias1, weights2, bias2 = self.parameters.values()
+        weights1, bias1, weights2, bias2 = self.parameters
         hidden = np.maximum(images @ weights1 + bias1, 0)
         return hidden, hidden @ weights2 + bias2
 
@@ -150,10 +150,9 @@ class Recipe:
 def train_rank(rank: int, recipe: Recipe, salt: str, relay: Address, training: Digits, held_out: Digits) -> Network:
     """A rank's whole life; returns the network that it ends with."""
     network = Network([recipe.seed, rank])  # All ranks go on from rank 0's.
+    model = dict(zip(("weights1", "bias1", "weights2", "bias2"), network.parameters, strict=True))
     codec = ff.Codec(salt, recipe.revision)
-    with ff.Worker(
-        network.parameters, rank=rank, world=recipe.ranks, codec=codec, data=relay, control=relay
-    ) as worker:
+    with ff.Worker(model, rank=rank, world=recipe.ranks, codec=codec, data=relay, control=relay) as worker:
         for plan in worker.plans():
             order = recipe.order(plan.epoch)
             for picks in plan.batches(recipe.batch):
@@ -363,7 +362,7 @@ def train(
         for epoch in epochs:
             report(*epoch)
         networks = [rank.result() for rank in ranks]
-    if len({b"".join(p.tobytes() for p in network.parameters.values()) for network in networks}) > 1:
+    if len({b"".join(p.tobytes() for p in network.parameters) for network in networks}) > 1:
         raise ff.TensorError("the ranks end with different parameters")
     return networks
 

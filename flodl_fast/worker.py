@@ -715,8 +715,12 @@ def _writable(what: str, tensors: Tensors) -> Arrays:
         raise TypeError(f"{what}: expected several tensors, got one {type(tensors).__name__}")
     if isinstance(tensors, Mapping):
         tensors = [t for t in tensors.values() if what != "buffers" or dtype_name(t) == "float32"]
+    tensors = [t.detach().numpy() if hasattr(t, "detach") else t for t in tensors]
+    for i, tensor in enumerate(tensors):
+        if hasattr(tensor, "dtype") and dtype_name(tensor) != "float32":
+            raise TypeError(f"{what}: tensor {i}: expected float32, got {dtype_name(tensor)}")
     try:
-        arrays = arrays_of(t.detach().numpy() if hasattr(t, "detach") else t for t in tensors)
+        arrays = arrays_of(tensors)
     except TypeError as error:
         raise TypeError(f"{what}: {error}") from None
     for i, array in enumerate(arrays):

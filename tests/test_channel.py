@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from types import SimpleNamespace
@@ -433,7 +434,7 @@ def test_liveness_counts_from_the_last_message(flavour, monkeypatch):
         channel.recv(liveness=10)
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signals that interrupt")
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals that interrupt")
 @BOTH
 def test_what_a_signal_handler_raises_inside_a_frame_closes(way):
     """TimeoutError is what such handlers like to raise; it is no wait of ours."""
@@ -442,14 +443,18 @@ def test_what_a_signal_handler_raises_inside_a_frame_closes(way):
         raise TimeoutError("the alarm")
 
     flavour = Flavour("blocking")
-    channel, _ = flavour.connect("control", way)
+    channel, far = flavour.connect("control", way)
     before = signal.signal(signal.SIGALRM, ring)
+
+    def alarm():
+        exactly(far, 1)  # A frame has begun, and is larger than what fits between the two ends.
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        running(alarm)
         with pytest.raises(TimeoutError, match="the alarm"):
             channel.send(ff.DashboardSetMetadata(RANK, "x" * (8 << 20)))
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(ff.ChannelClosed, match="a call was interrupted"):
         channel.send(ff.Exiting(RANK))
@@ -613,7 +618,8 @@ def test_rounds_cross_as_the_oracle_frames_them(flavour, way):
 def test_layouts_are_kept_between_rounds(flavour, monkeypatch):
     channel, far = flavour.connect("data", "relay")
     made = []
-    layouts = SimpleNamespace(of=lambda arrays: made.append(len(arrays)) or ff.TensorLayout.of(arrays))
+    of = ff.TensorLayout.of
+    layouts = SimpleNamespace(of=lambda arrays, wire: made.append(len(arrays)) or of(arrays, wire=wire))
     monkeypatch.setattr(net, "TensorLayout", layouts)
     for shapes in 3 * ([(3,)], [(2, 3), (4,)]):  # As counts and parameters alternate.
         mine = arrays(*shapes)

@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 def record(recipe: demo.Recipe = RECIPE) -> Run:
     file = io.BytesIO()
-    tap = demo.Tap(CODEC, CaptureWriter(file))
+    tap = demo.Tap(ff.Codec(SALT, recipe.revision), CaptureWriter(file, revision=recipe.revision))
     epochs: list[tuple[int, float, float]] = []
     cluster = demo.local_cluster(recipe, SALT.hex())
     networks = demo.train(recipe, SALT.hex(), (TRAINING, HELD_OUT), tap, cluster, lambda *epoch: epochs.append(epoch))
