@@ -1,46 +1,70 @@
-"""Run one target of ``targets.py`` under libFuzzer for some seconds: ``python harness.py TARGET SECONDS FOLDER``.
+"""Run the targets of ``targets.py`` under libFuzzer: ``python harness.py SECONDS FOLDER [TARGET ...]``, all by default.
 
-The folder takes what it makes: ``corpus/``, the inputs that reached new code, kept for the next run, and
-``crash-…``, ``timeout-…`` or ``oom-…``, an input that broke the target; copied to ``corpus/TARGET/`` beside this file
-it is a test. The exit code is 0 where nothing was found.
+Each runs in a process of its own for so many seconds. ``FOLDER/TARGET/`` takes what it makes: ``log``; ``corpus/``, the
+inputs that reached new code, which the next run starts from; and ``crash-…``, ``timeout-…`` or ``oom-…``, an input that
+broke the target. Copied to ``corpus/TARGET/`` beside this file, such an input is a test. The exit code is 1 where one
+was found. ``make fuzz`` builds the extensions so that they guide the fuzzer by their coverage, watched by the address
+sanitizer, and preloads what such extensions need.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import atheris
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-with atheris.instrument_imports(include=["flodl_fast"]):
-    import flodl_fast  # noqa: F401
-from targets import CORPUS, TARGETS, seeds
-
 LARGEST = 20_000  # bytes of an input
 SLOWEST = 10  # seconds for one
 MEMORY = 2048  # MiB for the whole process
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # conftest.py and others that targets.py imports
 
-def main(name: str, seconds: str, folder: str) -> None:
+
+def fuzz(name: str, seconds: str, folder: str) -> None:
+    """Run one target in this process, which ends with it."""
+    with atheris.instrument_imports(include=["flodl_fast"]):
+        from targets import CORPUS, TARGETS, seeds
     base = Path(folder)
     corpus, start = base / "corpus", base / "seeds"
     for place in (corpus, start):
         place.mkdir(parents=True, exist_ok=True)
-    found_before = [path.read_bytes() for path in (CORPUS / name).glob("*")]
-    for data in (*seeds(name), *found_before):
+    for data in (*seeds(name), *(path.read_bytes() for path in (CORPUS / name).glob("*"))):
         (start / hashlib.sha256(data).hexdigest()).write_bytes(data)
-    atheris.Setup(
-        [
-            name, str(corpus), str(start), f"-max_total_time={seconds}", f"-max_len={LARGEST}", f"-timeout={SLOWEST}",
-            f"-rss_limit_mb={MEMORY}", f"-artifact_prefix={base}/", "-print_final_stats=1",
-        ],
-        TARGETS[name],
-    )
+    options = {
+        "max_total_time": seconds, "max_len": LARGEST, "timeout": SLOWEST, "rss_limit_mb": MEMORY,
+        "artifact_prefix": f"{base}/", "print_final_stats": 1,
+    }
+    atheris.Setup([name, *(f"-{key}={value}" for key, value in options.items()), str(corpus), str(start)],
+                  TARGETS[name])
     atheris.Fuzz()
 
 
+def run(name: str, seconds: str, folder: Path) -> bool:
+    """Run one target in a process of its own and print what came of it; returns whether nothing was found."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "log").open("w") as log:
+        code = subprocess.run([sys.executable, __file__, "--one", name, seconds, folder], stdout=log,
+                              stderr=log).returncode
+    said = (folder / "log").read_text(errors="replace")
+    inputs, edges = (re.findall(pattern, said) for pattern in (r"number_of_executed_units: (\d+)", r" cov: (\d+)"))
+    print(f"{name:16} {(inputs or '?')[-1]:>10} {(edges or '?')[-1]:>8} {'nothing' if code == 0 else 'SEE ITS LOG'}",
+          flush=True)
+    return code == 0
+
+
+def main(seconds: str, folder: str, *names: str) -> int:
+    """Run these targets, or all, one after the other."""
+    from targets import TARGETS
+
+    print(f"{'target':16} {'inputs':>10} {'edges':>8} found, {seconds} s each", flush=True)
+    return 0 if all([run(name, seconds, Path(folder) / name) for name in names or TARGETS]) else 1
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "--one":
+        fuzz(*sys.argv[2:])
+    sys.exit(main(*sys.argv[1:]))
