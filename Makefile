@@ -13,6 +13,7 @@ BUILT := $(VENV)/.built-$(KIND)
 SOURCES := setup.py pyproject.toml $(wildcard flodl_fast/*.pyx flodl_fast/*.pxd flodl_fast/_native/*)
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?=
+FUZZ_FRAMES ?= 200000
 ARM_CC := aarch64-linux-gnu-gcc
 ARM_RUN := qemu-aarch64
 
@@ -72,6 +73,9 @@ fuzz: ## coverage-guided fuzzing of every target, FUZZ_SECONDS each; FUZZ_TARGET
 	LD_PRELOAD="$$($(BIN)/python -c 'import atheris; print(atheris.path())')/asan_with_fuzzer.so" \
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
 	    $(BIN)/python tests/fuzz/harness.py $(FUZZ_SECONDS) build/fuzz $(FUZZ_TARGETS)
+
+fuzz-crate: $(VENV)/.with-test ## mutated frames, FUZZ_FRAMES in all, to the published crates and to us: the same outcomes; needs cargo
+	FLODL_FAST_MUTATIONS=$(FUZZ_FRAMES) $(BIN)/python -m pytest tests/interop/test_mutations.py
 
 coverage: export FLODL_FAST_COVERAGE = 1
 coverage: ## line coverage of the Python and Cython sources

@@ -305,9 +305,10 @@ def test_a_layout_writes_and_reads_as_the_codec_does(tensors, mass, kind, data):
     assert layout.decode_into(codec, raw, out) == (kind, mass)
     assert [array.tobytes() for array in out] == [tensor.tobytes() for tensor in tensors]
     for size in places(data, len(raw)):
-        for read in (lambda raw: ff.TensorLayout.from_frame(codec, raw), lambda raw: layout.decode_into(codec, raw, out)):
-            with pytest.raises(ff.TruncatedError):
-                read(raw[:size])
+        with pytest.raises(ff.TruncatedError):
+            ff.TensorLayout.from_frame(codec, raw[:size])
+        with pytest.raises(ff.TruncatedError):
+            layout.decode_into(codec, raw[:size], out)
     for place in places(data, 8 * len(raw)):
         flipped = bytearray(raw)
         flipped[place // 8] ^= 1 << place % 8
