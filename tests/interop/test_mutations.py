@@ -14,7 +14,7 @@ from collections import Counter
 
 import pytest
 import reference as ref
-from conftest import REVISIONS, SALT, golden
+from conftest import SALT, golden
 from generate import messages, mutated
 from round_support import numpy_holds
 from support import NUMBER_OF, codec_at
@@ -163,6 +163,7 @@ def test_mux_records(peer, revision, codec, rng):
             assert crate["left"] == len(raw) - codec.measure_record(raw)
             assert same_record(codec.decode_mux(raw), crate["debug"]), (raw.hex(), crate)
             outcomes["record"] += 1
+    tally(outcomes, "eof", "error", "record")
 
 
 def same_record(record, debug):
@@ -175,4 +176,3 @@ def same_record(record, debug):
         return debug.startswith(shown) and all(f"{key}: {value}" in debug for key, value in numbers.items())
     rank = f"rank: {record.rank}, " if record.kind is ff.MuxKind.DATA else ""
     return debug == f"{name} {{ {rank}payload: {list(record.payload)} }}"
-    tally(outcomes, "eof", "error", "record")
