@@ -61,7 +61,7 @@ test-sanitize: ## the suite under the address and undefined-behaviour sanitizers
 test-valgrind: ## the checks of the C kernels that valgrind can run, under its memcheck
 	@command -v valgrind >/dev/null || { echo 'Needs valgrind. Debian, Ubuntu: apt-get install valgrind' >&2; exit 1; }
 	mkdir -p build
-	$(CC) -O1 -g -ffp-contract=off -DBRIEF -Iflodl_fast/_native -o build/check_kernels.valgrind \
+	$(CC) -O1 -g -ffp-contract=off -Iflodl_fast/_native -o build/check_kernels.valgrind \
 	    tests/native/check_kernels.c $(wildcard flodl_fast/_native/*.c)
 	valgrind --quiet --error-exitcode=1 --leak-check=full --show-leak-kinds=all build/check_kernels.valgrind
 

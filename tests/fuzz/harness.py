@@ -61,7 +61,8 @@ def main(seconds: str, folder: str, *names: str) -> int:
     from targets import TARGETS
 
     print(f"{'target':16} {'inputs':>10} {'edges':>8} found, {seconds} s each", flush=True)
-    return 0 if all([run(name, seconds, Path(folder) / name) for name in names or TARGETS]) else 1
+    found = [run(name, seconds, Path(folder) / name) for name in names or TARGETS]
+    return 0 if all(found) else 1
 
 
 if __name__ == "__main__":
