@@ -136,6 +136,9 @@ class Tensors:
             self._waits.pop()()
         return self._arrays
 
+    def __len__(self) -> int:
+        return len(self._arrays)
+
     @property
     def nbytes(self) -> int:
         """The bytes of all arrays."""
@@ -198,7 +201,7 @@ class Model:
             params = Model(Tensors("params", params), Tensors("buffers", buffers))
         elif tuple(buffers):
             raise TypeError("a Model has buffers of its own: buffers= is for lists of arrays")
-        if not params.params.arrays:
+        if not len(params.params):
             raise ValueError("a worker needs at least one parameter")
         return params
 
@@ -208,7 +211,7 @@ class Model:
         return self.params.nbytes + self.buffers.nbytes
 
     def __repr__(self) -> str:
-        sizes = f"{len(self.params.arrays)} parameters, {len(self.buffers.arrays)} buffers, {self.nbytes} bytes"
+        sizes = f"{len(self.params)} parameters, {len(self.buffers)} buffers, {self.nbytes} bytes"
         return f"{type(self).__module__}.{type(self).__name__}({sizes})"
 
 

@@ -596,7 +596,7 @@ class _Averaging:
         self._alpha = alpha
         # Adoption waits until both rounds have succeeded, and a reply lies in the channel's memory only until the next
         # round: that of the parameters is kept where buffers follow.
-        params = model.params.arrays if model.buffers.arrays else None
+        params = model.params.arrays if len(model.buffers) else None
         self._kept = params and tuple(np.empty(array.shape, np.float32) for array in params)
 
     def norm(self) -> float:
@@ -606,7 +606,7 @@ class _Averaging:
         """Take rank 0's values."""
         self.pull()
         for tensors in (self.params, self.buffers):
-            if tensors.arrays:
+            if len(tensors):
                 tensors.adopt(data.broadcast(tensors.arrays, root=0, view=True).tensors)
 
     def pull(self) -> None:
