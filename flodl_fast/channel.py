@@ -348,7 +348,9 @@ class DataChannel(_Channel):
                 self._link.run(self._rounds.exchange(request, self.deadlines.reply))
                 return self._rounds.adopt(out, view)
 
-    def broadcast(self, arrays: Iterable[Any], root: int = 0, out: Iterable[Any] | None = None) -> RoundFrame:
+    def broadcast(
+        self, arrays: Iterable[Any], root: int = 0, out: Iterable[Any] | None = None, *, view: bool = False
+    ) -> RoundFrame:
         """One round in which all ranks take the root's values: it sends ``arrays``, the others zeros of their shapes.
 
         Every rank, the root too, should adopt the result: -0.0 comes back as +0.0.
@@ -357,11 +359,12 @@ class DataChannel(_Channel):
             arrays: as for ``all_reduce``; at ranks other than the root only their shapes count.
             root: the rank whose values are meant.
             out: as for ``all_reduce``; ``arrays`` to adopt in place.
+            view: as for ``all_reduce``.
 
         Raises:
             As ``all_reduce``.
         """
-        return self.all_reduce(self._rounds.broadcast(arrays, root), RoundKind.CONTROL, 0.0, out)
+        return self.all_reduce(self._rounds.broadcast(arrays, root), RoundKind.CONTROL, 0.0, out, view=view)
 
     def gather(self, value: float) -> np.ndarray:
         """One round in which each rank gives a number.
