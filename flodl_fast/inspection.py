@@ -648,10 +648,12 @@ class _Flow:
             if at == 0 or _u32(self._data[at - 1 :]) not in self._inspector.forms:
                 continue
             start = at - 1
-            # A prefix that is right says that there is one; a frame inside a record has none.
+            form = self._inspector.forms[_u32(self._data[start:])]
+            if self._connection.framing == "mux" and form.name != "mux":
+                continue  # the frame inside a record
             for prefix in (LENGTH_PREFIX, 0):
                 finder = Finder(self._inspector)
-                if start < prefix:
+                if start < prefix or (prefix == 0 and self._connection.framing == "prefixed"):
                     continue
                 try:
                     place = finder.find(self._data[start - prefix : start + CONTROL_HEADER])
@@ -670,8 +672,7 @@ class _Flow:
         if place.start == 0:
             return False
         with suppress(DecodeError):
-            size = place.form.meter()(self._data[start:])
-            return size is None or size <= place.end - place.start
+            return place.form.meter()(self._data[start : start + CONTROL_HEADER]) in (None, place.end - place.start)
         return False
 
     def _drop(self, count: int) -> None:
@@ -691,11 +692,14 @@ class _Flow:
         entry.direction = Direction.UP if self._up is not connection.turned else Direction.DOWN
         if entry.frame in _HELLOS:
             connection.rank = entry.rank
+            connection.framing = "prefixed"
             connection.leg = f"rank {entry.rank} {entry.frame.removesuffix(' hello')}"
         elif entry.frame.endswith(" channel"):
             connection.leg = entry.frame.removesuffix(" channel")
         elif entry.name == "Hello" and isinstance(entry.fields.get("host"), str):
             connection.leg = f"{entry.fields['host']} {connection.leg}"
+        if entry.frame == "mux":
+            connection.framing = "mux"
         entry.leg, entry.leg_rank = connection.leg, connection.rank
         return entry
 

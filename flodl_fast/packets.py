@@ -77,6 +77,7 @@ class Connection:
         opened: whether its start was captured, which tells who dialled; else the lower port is the server's.
         leg: its name.
         rank: of the hello on it.
+        framing: "mux" or "prefixed", as its frames show; empty before.
         turned: client and server are the other way round, as its frames show.
         others: it carries something else than flodl.
         last_ns: when the last segment was seen.
@@ -87,6 +88,7 @@ class Connection:
     opened: bool
     leg: str = ""
     rank: int | None = None
+    framing: str = ""
     turned: bool = False
     others: bool = False
     last_ns: int = 0

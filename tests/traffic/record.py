@@ -26,7 +26,7 @@ from flodl_fast.worker import Worker
 HERE = Path(__file__).parent
 SALT = bytes(range(16)).hex()
 RUN = ("--samples", "192", "--batch", "32", "--max-secs", "60", "--salt", SALT)
-TCPDUMP = ("tcpdump", "-q", "-U", "--immediate-mode")
+TCPDUMP = ("tcpdump", "-q", "-U")
 
 
 @contextmanager
