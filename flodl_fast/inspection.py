@@ -468,9 +468,10 @@ class _Inspector:
         kind, rank, payload = self._codec.open_record(data)
         entry.kind = kind.name.title().replace("_", "")
         if kind is MuxKind.CONTROL:
-            self._message(
-                entry, self._decode(entry, lambda codec, trailing: codec.decode_payload("Relay", payload, trailing=trailing))
+            message = self._decode(
+                entry, lambda codec, trailing: codec.decode_payload("Relay", payload, trailing=trailing)
             )
+            self._message(entry, message)
             return
         if kind is MuxKind.DATA:
             entry.rank = rank

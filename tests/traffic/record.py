@@ -117,7 +117,8 @@ def main():
         with recorder("dumpcap", "-q", "-i", "lo", "-f", "tcp", "-w", str(HERE / f"relay-{name}.pcapng")):
             relayed(binary, 1)
     binary = str(build(cargo, "0.6.0"))
-    with recorder(*TCPDUMP, "-i", "any", "-y", "LINUX_SLL2", "-w", str(HERE / "join-0.6.pcap"), "tcp and host 127.0.0.1"):
+    cooked = ("-i", "any", "-y", "LINUX_SLL2", "-w", str(HERE / "join-0.6.pcap"))
+    with recorder(*TCPDUMP, *cooked, "tcp and host 127.0.0.1"):
         joined(binary)
     with recorder(*TCPDUMP, "-i", "lo", "-s", "120", "--time-stamp-precision", "nano", "-w",
                   str(HERE / "cut-0.6.pcap"), "tcp"):
