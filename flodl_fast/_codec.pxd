@@ -37,7 +37,6 @@ cdef class Table:
     cdef int plan_columns(self) except -1
     cdef const Entry* look_up(self, void* cls) noexcept
     cdef const Entry* find(self, object message) except NULL
-    cdef void prefetch(self, list messages, Py_ssize_t i) noexcept
     cdef object key(self, Reader* r, Py_ssize_t n)
 
 

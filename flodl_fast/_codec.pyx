@@ -283,18 +283,6 @@ cdef class Table:
             at = (at + 1) & 255
         return &self.entries[at]
 
-    cdef void prefetch(self, list messages, Py_ssize_t i) noexcept:
-        """Have the values of the next BATCH messages from the i-th on come to the processor side by side."""
-        cdef const Entry* entry
-        cdef PyObject* message
-        cdef Py_ssize_t j, end = min(i + BATCH, PyList_GET_SIZE(<PyObject*>messages))
-        for i in range(i, end):
-            message = PyList_GET_ITEM(<PyObject*>messages, i)
-            entry = self.look_up(Py_TYPE(<object>message))
-            if entry is not NULL:
-                for j in range(entry.node.n):
-                    ff_prefetch((<PyObject**>(<char*>message + entry.node.child[j].slot))[0])
-
     cdef object key(self, Reader* r, Py_ssize_t n):
         """The str of the next n bytes, at most KEY_SIZE; a cached one where the same key was read lately."""
         cdef const uint8_t* text = r.p
@@ -1355,10 +1343,8 @@ cdef class FrameCodec:
         begin(&w, scratch)
         try:
             for message in messages:
-                if i < listed and i % BATCH == 0:
-                    self.table.prefetch(messages, i)
-                    if i and (w.end - w.p) * i < (w.p - w.start) * min(BATCH, listed - i):
-                        make_room(&w, foresee(w.p - w.start, i, listed))
+                if i and i % BATCH == 0 and i < listed and (w.end - w.p) * i < (w.p - w.start) * min(BATCH, listed - i):
+                    make_room(&w, foresee(w.p - w.start, i, listed))
                 if prefixed:
                     reserve(&w, 4)
                     w.p += 4
@@ -1673,6 +1659,7 @@ cdef class Records:
     cdef dict gathered                  # variant -> its array, or its list of rows
     cdef bint begun[64]                 # per variant: met before
     cdef char* next[64]                 # per variant of numbers: where its next record goes
+    cdef Py_ssize_t left[64]            # and how many more there is room for
 
     def __cinit__(self, Table table, Scan scan):
         self.table = table
@@ -1706,24 +1693,36 @@ cdef class Records:
                     row.append(value is not None)
             (<list>self.gathered[variant]).append(tuple(row))
             return 0
+        if self.left[variant] == 0:
+            self.extend(variant, layout)
+        memset(self.next[variant], 0, layout.column)
         (<int64_t*>self.next[variant])[0] = self.scan.index
         read_record(&r, layout, self.next[variant])
         if self.scan.strict:
             check_end(&r, (<object>layout.cls).__name__)
         self.next[variant] += layout.column
+        self.left[variant] -= 1
         return 0
 
     cdef int begin(self, uint32_t variant, const Node* layout) except -1:
-        cdef Py_ssize_t least = HEADER + 1 + layout.least + (4 if self.scan.prefixed else 0)
         dtype, plain = self.table.columns[variant]
         self.begun[variant] = True
-        if not plain:
-            self.gathered[variant] = []
-            return 0
-        # No more whole frames than this can follow, and one that turns out too short; unwritten pages cost nothing.
-        array = np.zeros((self.scan.source.n - self.scan.at) // least + 1, dtype)
+        self.gathered[variant] = np.empty(2 * BATCH, dtype) if plain else []
+        if plain:
+            self.next[variant] = data_of(self.gathered[variant])
+            self.left[variant] = 2 * BATCH
+        return 0
+
+    cdef int extend(self, uint32_t variant, const Node* layout) except -1:
+        """Make the room that the rest of the buffer will take, going by the part of it that is done."""
+        full = self.gathered[variant]
+        cdef Py_ssize_t used = full.nbytes
+        cdef Py_ssize_t room = foresee(used, self.scan.at, self.scan.source.n) // layout.column
+        array = np.empty(room, full.dtype)
+        memcpy(data_of(array), data_of(full), used)
         self.gathered[variant] = array
-        self.next[variant] = <char*><uintptr_t>array.ctypes.data
+        self.next[variant] = data_of(array) + used
+        self.left[variant] = room - used // layout.column
         return 0
 
     cdef dict arrays(self):
@@ -1734,10 +1733,17 @@ cdef class Records:
             if self.next[<int>variant] is NULL:
                 rows = np.array(rows, self.table.columns[variant][0])
             else:
-                rows.resize((<uintptr_t>self.next[<int>variant] - <uintptr_t>rows.ctypes.data) // rows.itemsize,
-                            refcheck=False)
+                n = len(rows) - self.left[<int>variant]
+                if self.left[<int>variant] <= n >> 4:
+                    rows = rows[:n]             # kept whole, as in finish
+                else:
+                    rows.resize(n, refcheck=False)
             named[(<object>self.table.families[TIMING].variants[<int>variant].cls).__name__] = rows
         return named
+
+
+cdef char* data_of(array) except NULL:
+    return <char*><uintptr_t>array.ctypes.data
 
 
 cdef int read_record(Reader* r, const Node* message, char* record) except -1:

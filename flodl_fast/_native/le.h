@@ -1,4 +1,4 @@
-/* Little-endian loads and stores at any alignment, on any host, and the hint that a load will come. */
+/* Little-endian loads and stores at any alignment, on any host. */
 #ifndef FLODL_FAST_LE_H
 #define FLODL_FAST_LE_H
 
@@ -24,13 +24,6 @@ static inline void ff_store64(uint8_t *p, uint64_t x) { x = FF_LE64(x); memcpy(p
 
 static inline double ff_load_f64(const uint8_t *p) { uint64_t bits = ff_load64(p); double x; memcpy(&x, &bits, 8); return x; }
 static inline void ff_store_f64(uint8_t *p, double x) { uint64_t bits; memcpy(&bits, &x, 8); ff_store64(p, bits); }
-
-/* Ask for the memory at p before it is needed. */
-#if defined(__GNUC__)
-#define ff_prefetch(p) __builtin_prefetch(p)
-#else
-#define ff_prefetch(p) ((void)(p))
-#endif
 
 /* f32 <-> f64 that keeps a NaN's payload and its signalling bit, which the CPU's own conversion would set. */
 static inline double ff_load_f32(const uint8_t *p) {
