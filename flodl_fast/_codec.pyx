@@ -79,6 +79,7 @@ cdef extern from *:
     bint PyLong_Check(PyObject*)
     bint PyBool_Check(PyObject*)
     bint PyFloat_Check(PyObject*)
+    bint PyFloat_CheckExact(PyObject*)
     bint PyUnicode_Check(PyObject*)
     bint PyBytes_Check(PyObject*)
     bint PyByteArray_Check(PyObject*)
@@ -469,6 +470,12 @@ cdef object finish(Writer* w):
 
 cdef inline int write_varint(Writer* w, uint64_t x) except -1:
     reserve(w, 9)
+    put_varint(w, x)
+    return 0
+
+
+cdef inline void put_varint(Writer* w, uint64_t x) noexcept:
+    """A varint, where there is room for 9 bytes."""
     if x < 251:
         w.p[0] = <uint8_t>x
         w.p += 1
@@ -484,7 +491,12 @@ cdef inline int write_varint(Writer* w, uint64_t x) except -1:
         w.p[0] = 253
         ff_store64(w.p + 1, x)
         w.p += 9
-    return 0
+
+
+cdef inline void put_f64(Writer* w, PyObject* value) noexcept:
+    """A float object, where there is room for 8 bytes."""
+    ff_store_f64(w.p, PyFloat_AS_DOUBLE(value))
+    w.p += 8
 
 
 cdef inline int write_raw(Writer* w, const void* data, Py_ssize_t n) except -1:
@@ -574,7 +586,7 @@ cdef double to_float(Writer* w, PyObject* value) except? -1:
     return x
 
 
-cdef inline int write_f64(Writer* w, PyObject* value) except -1:
+cdef int write_f64(Writer* w, PyObject* value) except -1:
     cdef double x = PyFloat_AS_DOUBLE(value) if PyFloat_Check(value) else to_float(w, value)
     reserve(w, 8)
     ff_store_f64(w.p, x)
@@ -631,7 +643,7 @@ cdef int write_bytes(Writer* w, const Node* t, PyObject* value) except -1:
 cdef int write_items(Writer* w, const Node* t, PyObject* value) except -1:
     """A list, or a tuple of the layout's length."""
     cdef Where here
-    cdef Py_ssize_t i, n
+    cdef Py_ssize_t i, n, first = 0
     cdef object items = <object>value, item
     if not (PyList_Check(value) or PyTuple_Check(value)):
         raise bad_type(w, "a list" if t.op == LIST else f"a tuple of {t.n}", items)
@@ -640,27 +652,30 @@ cdef int write_items(Writer* w, const Node* t, PyObject* value) except -1:
         write_varint(w, n)
     elif n != t.n:
         raise bad_value(w, f"expected {t.n} items, got {n}")
+    if t.op == LIST and t.child.op == F64:
+        reserve(w, 8 * n)
+        while first < n and PyFloat_CheckExact(PySequence_Item(value, first)):
+            put_f64(w, PySequence_Item(value, first))
+            first += 1
     here.up = w.where
     here.node = t
     here.key = NULL
     w.where = &here
-    for i in range(n):
+    for i in range(first, n):
         here.index = i
         # a value's own conversion code may have changed the list meanwhile
         if PySequence_Length(value) != n:
             raise bad_value(w, "changed its length while it was encoded")
         item = <object>PySequence_Item(value, i)
-        if t.child.op == F64 and t.op == LIST:
-            write_f64(w, <PyObject*>item)
-        else:
-            write_value(w, t.child if t.op == LIST else &t.child[i], <PyObject*>item)
+        write_value(w, t.child if t.op == LIST else &t.child[i], <PyObject*>item)
     w.where = here.up
     return 0
 
 
 cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
     cdef Where here
-    cdef Py_ssize_t at = 0, n, written = 0
+    cdef Py_ssize_t at = 0, n, written = 0, length
+    cdef bint floats = t.child[1].op == F64
     cdef PyObject* key
     cdef PyObject* item
     cdef object owned = <object>value, owned_key, owned_item
@@ -673,14 +688,19 @@ cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
     here.index = 0
     w.where = &here
     while PyDict_Next(value, &at, &key, &item):
+        written += 1
+        if (floats and PyFloat_CheckExact(item) and PyUnicode_CheckExact(key) and PyUnicode_IS_COMPACT_ASCII(key)):
+            length = PyUnicode_GET_LENGTH(key)
+            reserve(w, length + 17)
+            put_varint(w, length)
+            memcpy(w.p, PyUnicode_DATA(key), length)
+            w.p += length
+            put_f64(w, item)
+            continue
         owned_key, owned_item = <object>key, <object>item
         here.key = key
         write_text(w, key)
-        if t.child[1].op == F64:
-            write_f64(w, item)
-        else:
-            write_value(w, &t.child[1], item)
-        written += 1
+        write_value(w, &t.child[1], item)
         if written > n or PyDict_GET_SIZE(value) != n:
             raise bad_value(w, "changed its size while it was encoded")
     w.where = here.up
@@ -710,23 +730,28 @@ cdef int write_struct(Writer* w, const Node* t, PyObject* message) except -1:
     here.node = t
     here.key = NULL
     w.where = &here
+    reserve(w, 9 * t.n)
     for i in range(t.n):
         here.index = i
         part = &t.child[i]
         value = (<PyObject**>(<char*>message + part.slot))[0]
         if value is NULL:
             raise TypeError(f"{path_of(w.where)}: the field has no value")
-        # The three most frequent kinds of field without another call.
-        if part.op == F64:
-            write_f64(w, value)
+        # The most frequent kinds of field, of at most 9 bytes, without another call.
+        if part.op == F64 and PyFloat_CheckExact(value):
+            put_f64(w, value)
         elif part.op == U64 and PyLong_CheckExact(value):
             write_whole(w, part, value)
         elif part.op == OPT and value is None_:
-            reserve(w, 1)
             w.p[0] = 0
             w.p += 1
+        elif part.op == OPT and part.child.op == F64 and PyFloat_CheckExact(value):
+            w.p[0] = 1
+            w.p += 1
+            put_f64(w, value)
         else:
             write_value(w, part, value)
+            reserve(w, 9 * t.n)
     w.where = here.up
     return 0
 
