@@ -138,7 +138,7 @@ _OPS = {
 _LEAST = {F32: 4, F64: 8}
 _MOST = {U8: 0xFF, U16: 0xFFFF, U32: 0xFFFFFFFF, U64: 0xFFFFFFFFFFFFFFFF}
 
-DEF SCRATCH = 1024          # messages up to this size are built on the C stack
+DEF SCRATCH = 4096          # messages up to this size are built on the C stack
 DEF HEADER = 24             # a control frame's header
 DEF MUX_HEADER = 25
 DEF QUIET = 16384           # bytes from which on the GIL is released around a MAC
@@ -644,6 +644,7 @@ cdef int write_items(Writer* w, const Node* t, PyObject* value) except -1:
     """A list, or a tuple of the layout's length."""
     cdef Where here
     cdef Py_ssize_t i, n, first = 0
+    cdef uint8_t* p
     cdef object items = <object>value, item
     if not (PyList_Check(value) or PyTuple_Check(value)):
         raise bad_type(w, "a list" if t.op == LIST else f"a tuple of {t.n}", items)
@@ -654,9 +655,11 @@ cdef int write_items(Writer* w, const Node* t, PyObject* value) except -1:
         raise bad_value(w, f"expected {t.n} items, got {n}")
     if t.op == LIST and t.child.op == F64:
         reserve(w, 8 * n)
+        p = w.p
         while first < n and PyFloat_CheckExact(PySequence_Item(value, first)):
-            put_f64(w, PySequence_Item(value, first))
+            ff_store_f64(p + 8 * first, PyFloat_AS_DOUBLE(PySequence_Item(value, first)))
             first += 1
+        w.p = p + 8 * first
     here.up = w.where
     here.node = t
     here.key = NULL
@@ -676,6 +679,7 @@ cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
     cdef Where here
     cdef Py_ssize_t at = 0, n, written = 0, length
     cdef bint floats = t.child[1].op == F64
+    cdef uint8_t* p
     cdef PyObject* key
     cdef PyObject* item
     cdef object owned = <object>value, owned_key, owned_item
@@ -693,9 +697,10 @@ cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
             length = PyUnicode_GET_LENGTH(key)
             reserve(w, length + 17)
             put_varint(w, length)
-            memcpy(w.p, PyUnicode_DATA(key), length)
-            w.p += length
-            put_f64(w, item)
+            p = w.p
+            ff_copy_short(p, PyUnicode_DATA(key), length)
+            ff_store_f64(p + length, PyFloat_AS_DOUBLE(item))
+            w.p = p + length + 8
             continue
         owned_key, owned_item = <object>key, <object>item
         here.key = key
