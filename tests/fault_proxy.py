@@ -13,6 +13,7 @@ import random
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -78,22 +79,26 @@ class Fault:
 class Network:
     """The loop that runs proxies, in a thread of its own.
 
+    Args:
+        enter: called in that thread first.
+
     Attributes:
         injected: how many faults of each kind have come to pass.
         bytes: how many were passed on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, enter: Callable[[], object] = lambda: None) -> None:
         self.injected: dict[str, int] = {}
         self.bytes = 0
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="faulty network", daemon=True)
+        self._enter = enter
+        self._thread = threading.Thread(target=self._run, name="faulty network", daemon=True)
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def proxy(self, to: tuple[str, int], fault: Fault) -> tuple[str, int]:
-        """The address of a new proxy to that address."""
-        return asyncio.run_coroutine_threadsafe(self._listen(to, fault), self._loop).result(10)
+    def proxy(self, to: tuple[str, int], fault: Fault, host: str = "127.0.0.1") -> tuple[str, int]:
+        """The address of a new proxy to that address, at a free port of the host."""
+        return asyncio.run_coroutine_threadsafe(self._listen(to, fault, host), self._loop).result(10)
 
     def __enter__(self) -> Network:
         self._thread.start()
@@ -107,9 +112,13 @@ class Network:
         self._thread.join()
         self._loop.close()
 
+    def _run(self) -> None:
+        self._enter()
+        self._loop.run_forever()
+
     # -- in the loop
 
-    async def _listen(self, to: tuple[str, int], fault: Fault) -> tuple[str, int]:
+    async def _listen(self, to: tuple[str, int], fault: Fault, host: str) -> tuple[str, int]:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
             assert task is not None
@@ -119,7 +128,7 @@ class Network:
                 await self._serve(reader, writer, to, fault)
             writer.transport.abort()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(serve, host, 0)
         self._servers.append(server)
         return server.sockets[0].getsockname()[:2]
 
@@ -192,7 +201,7 @@ class Network:
             await under_way.put((due, data))
 
     async def _give(self, sink: asyncio.StreamWriter, data: bytes, fault: Fault) -> None:
-        size = max(fault.piece, len(data) // 200)  # However small the pieces, a big frame gets through.
+        size = max(fault.piece, len(data) // 50)  # However small the pieces, a big frame gets through.
         for start in range(0, len(data), size):
             piece = data[start : start + size]
             sink.write(piece)

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from fault_proxy import LETHAL, Fault, Network
-from local_support import LocalStack, start
+from local_support import LocalStack, Trained, start
 from peer import build, find_cargo
 from worker_support import Stack
 
@@ -34,9 +34,9 @@ from flodl_fast.net import Deadlines
 WORLD, BATCH, EPOCHS = 3, 4, 2
 BATCHES = 4  # of a rank in an epoch
 HEARTBEAT_TIMEOUT = 5  # seconds
-DIAL_IN = 6  # seconds, as the crate has them by the scale below
+DIAL_IN = 15  # seconds, as the crate has them by the scale below
 DEADLINES = Deadlines(attempts=3, pause=0.1, handshake=4, write_stall=4, reply=6, starvation=5, liveness=5)
-BOUND = 45.0  # seconds for a rank: its deadlines one after the other, and the training itself
+BOUND = 60.0  # seconds for a rank: its deadlines one after the other, and the training itself
 KINDS = (None, "pause", *LETHAL)
 
 
@@ -85,16 +85,6 @@ class Trial:
         where = f"{self.controller}, {'direct' if self.direct else 'relay'}, formation={self.formation}"
         return f"seed {self.seed}: {where}, {self.size} values, {bad}"
 
-    def clean(self) -> list[list[float]]:
-        """The parameters that a clean run ends with, one value of each tensor: the crate's arithmetic, in NumPy."""
-        ranks = np.array([[rank, -rank] for rank in range(WORLD)], np.float32)
-        if self.formation:
-            ranks[:] = ranks[0]
-        for _ in range(EPOCHS * BATCHES):
-            ranks += np.float32(0.5)
-            ranks[:] = (ranks[0] + ranks[1] + ranks[2]) * np.float32(1 / 3)
-        return ranks.tolist()[0]
-
     def run(self, network: Network, binary: Path | None) -> Counter[str]:
         """Train; how many ranks ended in which way.
 
@@ -109,20 +99,22 @@ class Trial:
             controller: Any = LocalStack(*options, dial_in=DIAL_IN)
         else:
             assert binary is not None
-            env = {**os.environ, "FLODL_NET_TIMEOUT_SCALE": "0.1"}
+            env = {**os.environ, "FLODL_NET_TIMEOUT_SCALE": "0.25"}
             controller = Stack(binary, *options, env=env, max_secs=int(2 * BOUND))
         until = time.monotonic() + BOUND
         with controller:
             ranks = []
+            seen = [Trained() for _ in range(WORLD)]
             for rank in range(WORLD):
                 worker = controller.options(rank, self.direct)
                 for channel in ("data", "control"):
                     worker[channel] = network.proxy(worker[channel], self.faults[channel, rank])
                 worker |= {"deadlines": DEADLINES, "formation": self.formation}
-                # What is lethal to one leaves the others with different numbers of batches: nobody waits for an average.
-                ranks.append(start(worker, batch=BATCH, pause=0.002, in_step=not self.lethal, size=self.size))
+                # A death leaves the others with different numbers of batches: nobody waits for an average then.
+                keywords = {"in_step": not self.lethal, "size": self.size, "seen": seen[rank]}
+                ranks.append(start(worker, batch=BATCH, pause=0.002, **keywords))
             outcomes = [self._outcome(rank, until) for rank in ranks]
-        return self._judge(outcomes)
+        return self._judge(outcomes, seen)
 
     def _outcome(self, rank: Any, until: float) -> Any:
         try:
@@ -132,15 +124,30 @@ class Trial:
         except queue.Empty:
             return None
 
-    def _judge(self, outcomes: list[Any]) -> Counter[str]:
-        assert None not in outcomes, f"{self}: a rank has not ended in {BOUND} s"
+    def _judge(self, outcomes: list[Any], seen: list[Trained]) -> Counter[str]:
+        told = [
+            (outcome, rank.averages, [type(message).__name__ for message in rank.messages[-3:]])
+            for outcome, rank in zip(outcomes, seen, strict=True)
+        ]
+        assert None not in outcomes, f"{self}: a rank has not ended in {BOUND} s: {told}"
         good = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
         ends = {b"".join(array.tobytes() for array in rank.params) for rank in good}
         assert len(ends) <= 1, f"{self}: ranks that all report success have different parameters: {_values(good)}"
         if not self.lethal:
-            assert len(good) == WORLD, f"{self}: {outcomes}"
-            assert _values(good) == [[value] for value in self.clean()], f"{self}: not as a clean run"
+            assert len(good) == WORLD, f"{self}: {told}"
+            begin = np.array([[0 if self.formation else rank, 0 if self.formation else -rank] for rank in range(WORLD)])
+            expected = [[value] for value in clean(begin.astype(np.float32), EPOCHS * BATCHES)]
+            assert _values(good) == expected, f"{self}: not as a clean run"
         return Counter("ended" if outcome in good else type(outcome).__name__ for outcome in outcomes)
+
+
+def clean(ranks: np.ndarray, averages: int) -> list[float]:
+    """What the ranks' values, a row each, come to where each gains 0.5 before each average: the crate's arithmetic."""
+    ranks = ranks.copy()
+    for _ in range(averages):
+        ranks += np.float32(0.5)
+        ranks[:] = (ranks[0] + ranks[1] + ranks[2]) * np.float32(1 / 3)
+    return ranks[0].tolist()
 
 
 def _values(ranks: list[Any]) -> list[list[float]]:

@@ -114,16 +114,17 @@ def train(
     tensors: int = 2,
     in_step: bool = False,
     size: int = 6,
+    seen: Trained | None = None,
 ) -> Trained:
     """A rank's plain loop: its model starts at its number and gains 0.5 a batch, its loss is its number.
 
-    The first of its tensors has so many values, and ``options`` are the worker's.
+    The first of its tensors has ``size`` values, ``options`` are the worker's, and ``seen`` is filled as it goes on.
 
     In step, it waits for an average after each batch. Where all ranks do so, and have as many batches, no outcome
     depends on who is faster: the crate may otherwise see the ranks' reports before their batches, and begin the next
     epoch first.
     """
-    seen = Trained()
+    seen = seen or Trained()
     rank = options["rank"]
     seen.params = [np.full(size, rank, np.float32), np.full((2, 3), -rank, np.float32)][:tensors]
     with Worker(seen.params, on_message=seen.messages.append, **{"formation": False, **options}) as worker:
