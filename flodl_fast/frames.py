@@ -68,7 +68,7 @@ class Codec(FrameCodec):
         frame_ceiling: the most tensor bytes in a round frame, and the most bytes in a mux payload or length prefix.
         lenient: 0.6 and 0.7 announce the same versions, so that no handshake tells them apart (docs/wire.md §9). True
             decodes what only the other one's layout fits, to the last byte: an EpochAggregated, or 0.7's
-            TimingResourceSample. Encoding keeps to ``revision``, and so does ``timing_columns``; at 0.8 nothing changes.
+            TimingResourceSample. Encoding keeps to ``revision``, as does ``timing_columns``; at 0.8 nothing changes.
 
     Raises:
         ValueError: a salt or limit that cannot be, or a revision that is not supported.
