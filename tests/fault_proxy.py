@@ -174,14 +174,15 @@ class Network:
             while True:
                 due, data = await under_way.get()
                 await asyncio.sleep(max(0.0, due - loop.time()))
+                if not data:
+                    sink.write_eof()
+                    return
                 if not happened and passed + len(data) >= fault.at:
                     happened = True
                     before, data = data[: fault.at - passed], data[fault.at - passed :]
                     await self._give(sink, before, fault)
                     await self._happen(sink, fault)
-                if not data:
-                    sink.write_eof()
-                    return
+                    passed += len(before)
                 await self._give(sink, data, fault)
                 passed += len(data)
         finally:
