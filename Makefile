@@ -11,12 +11,14 @@ BIN := $(VENV)/bin
 MADE := $(VENV)/.made-$(subst /,-,$(PYTHON))
 BUILT := $(VENV)/.built-$(KIND)
 SOURCES := setup.py pyproject.toml $(wildcard flodl_fast/*.pyx flodl_fast/*.pxd flodl_fast/_native/*)
+TRIALS ?= 300
+SOAK_MINUTES ?= 30
 ARM_CC := aarch64-linux-gnu-gcc
 ARM_RUN := qemu-aarch64
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-flodl build test test-kernels test-pythons test-arm test-sanitize coverage bench bench-gate lint dist clean
+.PHONY: help demo demo-flodl build test test-kernels test-pythons test-arm test-sanitize test-faults soak coverage bench bench-gate lint dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1: /p' $(MAKEFILE_LIST)
@@ -54,6 +56,12 @@ test-sanitize: ## the suite under the address and undefined-behaviour sanitizers
 	$(MAKE) $(VENV)/.with-test
 	LD_PRELOAD="$(foreach lib,libasan libubsan libstdc++,$$($(CC) -print-file-name=$(lib).so))" \
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(BIN)/python -m pytest
+
+test-faults: $(VENV)/.with-test ## train over networks that fail, TRIALS=300 times; against the crate where cargo is installed
+	$(BIN)/python tests/faults.py --trials $(TRIALS)
+
+soak: $(VENV)/.with-test ## train for SOAK_MINUTES=30, kill ranks, watch memory, descriptors and threads
+	$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES)
 
 coverage: export FLODL_FAST_COVERAGE = 1
 coverage: ## line coverage of the Python and Cython sources
