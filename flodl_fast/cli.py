@@ -75,7 +75,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     inspect = command("inspect", _inspect, "show what is in a capture, a recorded stream or a single frame")
     inspect.add_argument("file", metavar="FILE", help="the file, or - for standard input")
     salt = inspect.add_mutually_exclusive_group()
-    salt.add_argument("--salt", type=_salt, metavar="HEX", help="check MACs with this salt, 32 hex digits, which ps shows to all")
+    salt.add_argument("--salt", type=_salt, metavar="HEX", help="check MACs with this salt, 32 hex digits; ps shows it")
     salt.add_argument("--salt-file", type=salt_file, dest="salt", metavar="FILE", help="the same, from a file")
     inspect.add_argument("--framing", choices=FRAMINGS, default="auto", help="how the bytes are framed (default: auto)")
     inspect.add_argument("--limit", type=_count, metavar="N", help="stop after N frames")
