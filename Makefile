@@ -14,12 +14,16 @@ SOURCES := setup.py pyproject.toml $(wildcard flodl_fast/*.pyx flodl_fast/*.pxd 
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?=
 FUZZ_FRAMES ?= 200000
+TRIALS ?= 300
+SOAK_MINUTES ?= 30
 ARM_CC := aarch64-linux-gnu-gcc
 ARM_RUN := qemu-aarch64
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-flodl build test test-kernels test-pythons test-arm test-sanitize test-valgrind fuzz fuzz-crate coverage bench bench-gate lint dist clean
+.PHONY: help \
+    demo demo-flodl build test test-kernels test-pythons test-arm test-sanitize test-valgrind test-faults \
+    soak fuzz fuzz-crate coverage bench bench-gate lint dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1: /p' $(MAKEFILE_LIST)
@@ -76,6 +80,11 @@ fuzz: ## coverage-guided fuzzing of every target, FUZZ_SECONDS each; FUZZ_TARGET
 
 fuzz-crate: $(VENV)/.with-test ## mutated frames, FUZZ_FRAMES in all, to the published crates and to us: the same outcomes; needs cargo
 	FLODL_FAST_MUTATIONS=$(FUZZ_FRAMES) $(BIN)/python -m pytest tests/interop/test_mutations.py
+test-faults: $(VENV)/.with-test ## train over networks that fail, TRIALS=300 times; against the crate where cargo is installed
+	$(BIN)/python tests/faults.py --trials $(TRIALS)
+
+soak: $(VENV)/.with-test ## train for SOAK_MINUTES=30, kill ranks, watch memory, descriptors and threads
+	$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES)
 
 coverage: export FLODL_FAST_COVERAGE = 1
 coverage: ## line coverage of the Python and Cython sources

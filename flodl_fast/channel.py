@@ -127,10 +127,17 @@ class _Link(net.Link):
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    def peer(self) -> Any:
+        try:
+            return self._sock.getpeername()
+        except OSError:
+            return None
+
 
 def _shake_hands(link: _Link, steps: Steps[T]) -> T:
     """Carry out a handshake; where it fails the socket is closed."""
     try:
+        net.warn_of_public(link.peer())
         return link.run(steps)
     except BaseException as error:
         link.close()
