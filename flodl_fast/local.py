@@ -153,6 +153,10 @@ class LocalCluster:
     def environment(self, rank: int, *, route: Literal["direct", "relay"] = "direct") -> dict[str, str]:
         """The environment variables that make a process of this machine this rank, to add to its others.
 
+        Args:
+            rank: the rank.
+            route: "direct" to dial the controller's port, "relay" to dial ``relay_ports`` as if there were a relay.
+
         Raises:
             ValueError: no such rank.
         """
@@ -184,12 +188,15 @@ class LocalCluster:
         """The cohort's metrics of each epoch as it ends, from the first on; ends with the run.
 
         Raises:
-            As ``wait``.
+            ChannelError, TensorError: as ``wait``.
         """
         yield from self._coordinator.epochs()
 
     def wait(self, timeout: float | None = None) -> LocalResult:
         """Wait until the run is over.
+
+        Args:
+            timeout: seconds to wait, None for no limit.
 
         Raises:
             TimeoutError: it is not in ``timeout`` seconds; wait again, or leave the ``with``.
@@ -200,7 +207,11 @@ class LocalCluster:
         return self._coordinator.wait(timeout)
 
     def stop(self, *, save: bool = False) -> None:
-        """End the run early: ranks leave as after its last epoch, with ``save`` having saved first. Does not wait."""
+        """End the run early: ranks leave as after its last epoch. Does not wait for them.
+
+        Args:
+            save: have them save first.
+        """
         reason = wire.SaveReason.GRACEFUL_SHUTDOWN if save else None
         self._coordinator.post(self._coordinator.end, reason)
 
@@ -791,6 +802,11 @@ def aggregate_metrics(epoch: int, world: int, reports: Sequence[wire.MetricsMsg]
     """The cohort's metrics of an epoch, as the crate makes them of its ranks' reports, any number from each.
 
     Losses and scalars are weighted by batches; times, in milliseconds, are maxima.
+
+    Args:
+        epoch: the epoch's number.
+        world: the number of ranks.
+        reports: the reports of all ranks.
     """
     batches = [0] * world
     samples = [0] * world

@@ -26,6 +26,9 @@ class FrameReader:
         trailing: as ``Codec.decode``; with a prefix it also covers bytes after the frame inside the prefix.
 
     An error sticks: after it the stream has no known place to go on from, so every later call raises it again.
+
+    Raises:
+        ValueError: another kind, a prefix with "mux", or another ``trailing``.
     """
 
     def __init__(self, codec: Codec, kind: str, *, prefixed: bool = False, trailing: str = "ignore") -> None:
@@ -47,6 +50,9 @@ class FrameReader:
 
     def feed(self, data: Any) -> None:
         """Add bytes that arrived.
+
+        Args:
+            data: any contiguous buffer; it is copied.
 
         Raises:
             FlodlError: the error that stopped the stream.
@@ -133,7 +139,12 @@ class FrameWriter:
     """Gives the bytes of one stream, a whole frame at a time.
 
     Args:
-        codec, kind, prefixed: as for FrameReader.
+        codec: the Codec of the stream's cluster.
+        kind: "control", "round" or "mux": what the stream carries.
+        prefixed: put the u32 length before each frame, as on a rank's legs; never with "mux".
+
+    Raises:
+        ValueError: another kind, or a prefix with "mux".
     """
 
     def __init__(self, codec: Codec, kind: str, *, prefixed: bool = False) -> None:
@@ -144,6 +155,9 @@ class FrameWriter:
 
     def write(self, item: Any) -> bytes | bytearray:
         """The bytes that carry a message, round frame or mux record.
+
+        Args:
+            item: a Message, RoundFrame or MuxRecord, as the stream's kind says.
 
         Raises:
             EncodeError, TypeError: as the Codec's encoders.

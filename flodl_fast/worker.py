@@ -115,8 +115,8 @@ class Worker:
         rank: the rank to be.
         world: the number of ranks of the cluster.
         codec: the Codec of the cluster.
-        data, control: (host, port) of the relay's two loopback ports, or both of the controller's port; or
-            connected sockets.
+        data: (host, port) of the relay's data port on loopback, or of the controller's port; or a connected socket.
+        control: the same for the relay's control port, or the controller's again.
         host: None through a relay; where the controller is dialled, the name of a host of which this is the rank.
         buffers: float32 arrays that are no parameters, such as running statistics, averaged over the ranks that
             have trained. Leave those of other dtypes out: they stay local.
@@ -136,8 +136,8 @@ class Worker:
         resources: called for each report to the coordinator; returns a ResourceSample of this rank's host.
 
     Attributes:
-        rank, world: as given.
-        params, buffers: the arrays in use, as tuples; they share the caller's memory.
+        rank: as given.
+        world: as given.
         steps: the number of steps so far.
         ended: None while the run goes on, then what ended it: a Shutdown, a ShutdownWithSave with its SaveReason, or
             an exception.
@@ -226,13 +226,14 @@ class Worker:
         """The rank that a flodl launcher, or ``python -m flodl_fast join``, has started this process to be.
 
         Args:
-            params, buffers: as for ``Worker``.
+            params: as for ``Worker``.
+            buffers: as for ``Worker``.
             environment: what ``Environment.read()`` gives, read here if None.
             options: the keywords of ``Worker`` from ``formation`` on.
 
         Raises:
             ValueError: as ``Environment.read``.
-            As ``Worker``.
+            TypeError, ValueError, ChannelError, DecodeError: as ``Worker``.
         """
         env = environment or Environment.read()
         params, buffers = _writable("params", params), _writable("buffers", buffers)
@@ -251,10 +252,12 @@ class Worker:
 
     @property
     def params(self) -> Arrays:
+        """The parameters in use, which share the caller's memory."""
         return self._model.params
 
     @property
     def buffers(self) -> Arrays:
+        """The float buffers in use, which share the caller's memory."""
         return self._model.buffers
 
     # -- training
@@ -272,8 +275,9 @@ class Worker:
         Raises:
             ChannelClosed: coordinator or relay are gone without a Shutdown, or the worker has been closed.
             ChannelError, DecodeError: as ``ControlChannel.recv`` and ``DataChannel.all_reduce``.
-            Whatever a callback raises, those for checkpoints and evaluations excepted.
-            After any error the worker is closed.
+            Exception: whatever a callback raises, those for checkpoints and evaluations excepted.
+
+        After any error the worker is closed.
         """
         while (plan := self._next_plan()) is not None:
             yield plan
@@ -302,7 +306,7 @@ class Worker:
         Raises:
             RuntimeError: no plan is being trained, or the batch's size is not known.
             TypeError, ValueError: a value that is no number; nothing was reported.
-            As ``plans``.
+            ChannelError, DecodeError: as ``plans``.
         """
         self._check()
         if self.ended is not None:
@@ -333,7 +337,7 @@ class Worker:
         ``step`` and ``plans`` do so. Call it where neither is called for long, and the other ranks need not wait.
 
         Raises:
-            As ``plans``.
+            ChannelError, DecodeError: as ``plans``.
         """
         self._check()
         with self._ending_on_error():
@@ -341,7 +345,12 @@ class Worker:
                 pass
 
     def log(self, name: str, value: float) -> None:
-        """Add a value to a scalar of the next report; the cohort's mean comes back in ``epoch_metrics``."""
+        """Add a value to a scalar of the next report; the cohort's mean comes back in ``epoch_metrics``.
+
+        Args:
+            name: the scalar's name.
+            value: the value; the report carries the sum and the number of them.
+        """
         total, count = self._scalars.get(name, (0.0, 0))
         self._scalars[name] = (total + float(value), count + 1)
 
@@ -369,7 +378,9 @@ class Worker:
 
         Args:
             port: the port to serve the dashboard at.
-            svg, label, hash: a drawing of the model, its caption, and a hash that tells one model from another.
+            svg: a drawing of the model; without it ``label`` and ``hash`` are not told either.
+            label: its caption.
+            hash: what tells one model from another.
             metadata: JSON text to show.
             hardware: this rank's hardware in words.
 
