@@ -85,7 +85,7 @@ $(MADE):
 
 $(BUILT): $(MADE) $(SOURCES)
 	rm -f $(VENV)/.built-*
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable .
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --config-settings editable_mode=compat --editable .
 	touch $@
 
 # The package is installed already, so that pip adds only what the extra of that name asks for.

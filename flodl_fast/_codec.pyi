@@ -2,7 +2,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from typing_extensions import Buffer, disjoint_base
+from typing_extensions import Buffer, Self, disjoint_base
 
 from .messages import Message, RelayMsg
 from .protocol import MsgKind, MuxKind, Revision
@@ -19,7 +19,7 @@ class FrameCodec:
         max_payload: int = ...,
         max_tensors: int = ...,
         frame_ceiling: int = ...,
-    ) -> FrameCodec: ...
+    ) -> Self: ...
     @property
     def revision(self) -> Revision:
         """The revision that is spoken."""
