@@ -39,6 +39,7 @@ from .rounds import (
     reduce_frames,
     sum_frames,
 )
+from .signature import model_sig
 from .stream import FrameReader, FrameWriter
 from .worker import Plan, Worker
 
@@ -71,6 +72,7 @@ __all__ = [
     "gamma_mass",
     "is_realized",
     "metrics_msg_to_wire",
+    "model_sig",
     "mover_mass",
     "reduce_frames",
     "sum_frames",

@@ -57,9 +57,11 @@ cpdef bint is_strict(trailing) except -1
 
 cdef class FrameCodec:
     cdef Table table
+    cdef Table twin                     # of the revision that looks the same, where the codec is lenient
     cdef ff_mac_key secret
     cdef uint32_t control_version, mux_version
     cdef readonly object revision
+    cdef readonly bint lenient
     cdef readonly Py_ssize_t max_payload, max_tensors, frame_ceiling
 
     cdef void tag(self, const uint8_t* data, Py_ssize_t n, uint8_t* out) noexcept
@@ -71,6 +73,7 @@ cdef class FrameCodec:
     cdef void mac_end(self, ff_mac_stream* stream, uint8_t* out) noexcept nogil
     cdef int write_frame(self, Writer* w, object message) except -1
     cdef Py_ssize_t measure(self, const uint8_t* p, Py_ssize_t n) except -1
+    cdef object read(self, uint32_t family, const uint8_t* data, Py_ssize_t n, bint strict)
     cdef object open(self, const uint8_t* p, Py_ssize_t n, bint strict)
     cdef void sign_pair(self, uint8_t* a, uint8_t* b) noexcept
     cdef Py_ssize_t measure_mux(self, const uint8_t* p, Py_ssize_t n) except -1

@@ -47,6 +47,7 @@ from flodl_fast.protocol import (
     MsgKind,
     MuxKind,
     Revision,
+    lookalike,
     parse_salt,
     supported_revision,
 )
@@ -350,6 +351,7 @@ cdef bint is_container(const Node* t):
 
 
 cdef dict TABLES = {}
+cdef object NEWEST = max(Revision)
 _tables_lock = threading.Lock()
 
 
@@ -1085,11 +1087,14 @@ cdef class FrameCodec:
     """Control frames and mux records under one salt and revision. ``frames.Codec`` adds the rest."""
 
     def __cinit__(self, salt, revision="0.6", *, max_payload=MAX_PAYLOAD, max_tensors=MAX_TENSORS,
-                  frame_ceiling=FRAME_CEILING):
+                  frame_ceiling=FRAME_CEILING, bint lenient=False):
         cdef bytes raw = parse_salt(salt)
         self.table = table_of(revision)
         self.revision = self.table.revision
-        self.control_version, _, self.mux_version = VERSIONS[self.revision]
+        self.lenient = lenient
+        self.twin = table_of(lookalike(self.revision)) if lenient and lookalike(self.revision) else None
+        self.control_version = VERSIONS[self.revision].control
+        self.mux_version = VERSIONS[self.revision].mux
         self.max_payload = whole_number(max_payload, "max_payload", 1, 0xFFFFFFFF - HEADER)
         self.max_tensors = whole_number(max_tensors, "max_tensors", 1, 0xFFFFFFFF)
         self.frame_ceiling = whole_number(frame_ceiling, "frame_ceiling", 1, (1 << 63) - 1)
@@ -1266,7 +1271,23 @@ cdef class FrameCodec:
             raise bad_mac(ff_load32(p + 16))
         if strict and n > size:
             raise TrailingDataError(f"{n - size} extra bytes after a control frame of {size}")
-        return read_payload(self.table, ff_load32(p + 16), p + HEADER, size - HEADER, strict)
+        return self.read(ff_load32(p + 16), p + HEADER, size - HEADER, strict)
+
+    cdef object read(self, uint32_t family, const uint8_t* data, Py_ssize_t n, bint strict):
+        """The message in these payload bytes; where the codec is lenient, also in the layout of its lookalike.
+
+        A payload that one of the two layouts fills to its last byte is of that revision: no payload fills both.
+        """
+        if self.twin is None:
+            return read_payload(self.table, family, data, n, strict)
+        try:
+            return read_payload(self.table, family, data, n, True)
+        except DecodeError:
+            pass
+        try:
+            return read_payload(self.twin, family, data, n, True)
+        except DecodeError:
+            return read_payload(self.table, family, data, n, strict)
 
     def decode(self, frame, *, trailing="ignore"):
         """The message of one control frame (docs/wire.md §3).
@@ -1300,7 +1321,7 @@ cdef class FrameCodec:
             TrailingDataError: bytes are left, and ``trailing`` refuses them.
         """
         cdef Input source = Input(payload)
-        return read_payload(self.table, family_of(kind), source.data, source.n, is_strict(trailing))
+        return self.read(family_of(kind), source.data, source.n, is_strict(trailing))
 
     def measure_frame(self, buffer, Py_ssize_t offset=0):
         """The size of the control frame that starts at the offset, in bytes; None where its header is not all there.
@@ -1531,11 +1552,11 @@ cdef object bad_mac(uint32_t kind):
     return AuthenticationError(f"the MAC of a {FAMILY_NAMES[kind]} frame does not hold: another salt, or changed bytes")
 
 
-def check_values(message, revision="0.6"):
-    """Raise what encoding the message at this revision would raise, without a salt (docs/wire.md §5)."""
+def check_values(message):
+    """Raise what encoding the message would raise at a revision that has all it holds (docs/wire.md §5)."""
     cdef uint8_t scratch[SCRATCH]
     cdef Writer w
-    cdef Table table = table_of(revision)
+    cdef Table table = table_of(NEWEST)
     begin(&w, scratch)
     try:
         write_message(&w, table, table.find(message), message)
@@ -1638,7 +1659,7 @@ cdef class Scan:
     cdef object message(self, Py_ssize_t i):
         cdef const Span* s = &self.spans[i]
         self.check_left(i)
-        return read_payload(self.codec.table, s.kind, s.frame + HEADER, s.length, self.strict)
+        return self.codec.read(s.kind, s.frame + HEADER, s.length, self.strict)
 
     cdef int check_left(self, Py_ssize_t i) except -1:
         if self.strict and self.spans[i].left:

@@ -22,6 +22,7 @@ from .errors import (
 from .messages import RelayMsg
 from .protocol import (
     FRAME_CEILING,
+    GREETING,
     MAC_SIZE,
     MAGIC_CONTROL_ACK,
     MAGIC_CONTROL_HELLO,
@@ -69,6 +70,9 @@ class Codec(FrameCodec):
         max_payload: the largest control payload taken or sent, in bytes.
         max_tensors: the most tensors in a round frame.
         frame_ceiling: the most tensor bytes in a round frame, and the most bytes in a mux payload or length prefix.
+        lenient: 0.6 and 0.7 announce the same versions, so that no handshake tells them apart (docs/wire.md §9). True
+            decodes what only the other one's layout fits, to the last byte: an EpochAggregated, or 0.7's
+            TimingResourceSample. Encoding keeps to ``revision``, as does ``timing_columns``; at 0.8 nothing changes.
 
     Raises:
         ValueError: a salt or limit that cannot be, or a revision that is not supported.
@@ -85,6 +89,7 @@ class Codec(FrameCodec):
         max_payload: int = MAX_PAYLOAD,
         max_tensors: int = MAX_TENSORS,
         frame_ceiling: int = FRAME_CEILING,
+        lenient: bool = False,
     ) -> None:
         # FrameCodec has taken the arguments; here they are for `help` and whoever else reads signatures.
         pass
@@ -212,16 +217,22 @@ class Codec(FrameCodec):
         """A rank's first bytes on a control channel (docs/wire.md §7).
 
         Args:
-            rank: the rank.
-            world: the number of ranks of the cluster.
-            model_sig: the 32 bytes that stand for the model's layout, where the revision sends them.
+            rank: the rank, below 2**32.
+            world: the number of ranks of the cluster, below 2**32.
+            model_sig: the 32 bytes of ``flodl_fast.model_sig``: needed at 0.8, not there before.
 
         Raises:
-            EncodeError: a number that does not fit in 32 bits, or a ``model_sig``, which this revision does not send.
+            EncodeError: a number that does not fit in 32 bits; or a ``model_sig`` that the revision does not have, or
+                has and is not given, or of another size.
         """
-        if model_sig is not None:
-            raise EncodeError(f"a control hello of revision {self.revision.value} has no model_sig")
-        return self._signed(_greeting(MAGIC_CONTROL_HELLO, VERSIONS[self.revision].control, rank, world))
+        versions = VERSIONS[self.revision]
+        body = _greeting(MAGIC_CONTROL_HELLO, versions.control, rank, world) + (model_sig or b"")
+        if len(body) + MAC_SIZE != versions.hello:
+            raise EncodeError(
+                f"a control hello of revision {self.revision.value} has {versions.hello} bytes, with this model_sig "
+                f"({'None' if model_sig is None else f'{len(model_sig)} bytes'}) it would have {len(body) + MAC_SIZE}"
+            )
+        return self._signed(body)
 
     def control_ack(self) -> bytes:
         """The answer to a control hello."""
@@ -251,14 +262,14 @@ class Codec(FrameCodec):
             world: the number of ranks that there should be.
 
         Raises:
-            DecodeError: TruncatedError, TrailingDataError, BadMagicError, VersionMismatchError, AuthenticationError.
+            DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError, AuthenticationError.
             HandshakeError: the rank belongs to a world of another size.
         """
-        body = self._unsigned("control hello", data, 16)
-        rank, of = _check("control hello", body, MAGIC_CONTROL_HELLO, VERSIONS[self.revision].control, "<2I")
-        _check_world(rank, of, world)
+        versions = VERSIONS[self.revision]
+        body = self._greeted("control hello", data, MAGIC_CONTROL_HELLO, versions.control, versions.hello)
+        rank = _check_world(body, world)
         self._check_mac("control hello", data)
-        return rank, None
+        return rank, body[8:-MAC_SIZE] or None
 
     def check_data_hello(self, data: bytes, world: int) -> int:
         """The rank of a data hello.
@@ -268,12 +279,13 @@ class Codec(FrameCodec):
             world: the number of ranks that there should be.
 
         Raises:
-            DecodeError: TruncatedError, TrailingDataError, BadMagicError, VersionMismatchError.
+            DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError.
             HandshakeError: the rank belongs to a world of another size.
         """
-        rank, of = _check("data hello", data, MAGIC_DATA_HELLO, VERSIONS[self.revision].data, "<2I")
-        _check_world(rank, of, world)
-        return rank
+        size = len(self.data_hello(0, 0))
+        return _check_world(
+            self._greeted("data hello", data, MAGIC_DATA_HELLO, VERSIONS[self.revision].data, size), world
+        )
 
     def check_control_ack(self, data: bytes) -> None:
         """Raise unless these bytes answer a control hello.
@@ -282,10 +294,10 @@ class Codec(FrameCodec):
             data: the bytes.
 
         Raises:
-            DecodeError: TruncatedError, TrailingDataError, BadMagicError, VersionMismatchError, AuthenticationError.
+            DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError, AuthenticationError.
         """
-        body = self._unsigned("control ack", data, 8)
-        _check("control ack", body, MAGIC_CONTROL_ACK, VERSIONS[self.revision].control, "")
+        size = len(self.control_ack())
+        self._greeted("control ack", data, MAGIC_CONTROL_ACK, VERSIONS[self.revision].control, size)
         self._check_mac("control ack", data)
 
     def check_data_ack(self, data: bytes) -> None:
@@ -295,16 +307,29 @@ class Codec(FrameCodec):
             data: the bytes.
 
         Raises:
-            DecodeError: TruncatedError, TrailingDataError, BadMagicError, VersionMismatchError.
+            DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError.
         """
-        _check("data ack", data, MAGIC_DATA_ACK, VERSIONS[self.revision].data, "")
+        self._greeted("data ack", data, MAGIC_DATA_ACK, VERSIONS[self.revision].data, len(self.data_ack()))
 
     def _signed(self, body: bytes) -> bytes:
         return body + self.mac(body)
 
-    def _unsigned(self, what: str, data: bytes, size: int) -> bytes:
-        _check_size(what, data, size + MAC_SIZE)
-        return bytes(data[:size])
+    def _greeted(self, what: str, data: bytes, magic: int, version: int, size: int) -> bytes:
+        """What follows magic and version, both checked before the size, which a revision's version decides."""
+        if len(data) < GREETING:
+            raise TruncatedError(f"a {what} has {size} bytes, got {len(data)}")
+        found_magic, found_version = struct.unpack_from("<2I", data)
+        if found_magic != magic:
+            raise BadMagicError(f"expected the magic of a {what}, {magic:#x}, got {found_magic:#x}")
+        if found_version != version:
+            raise VersionMismatchError(
+                f"{what} version {found_version}, revision {self.revision.value} has {version}"
+            )
+        if len(data) < size:
+            raise TruncatedError(f"a {what} has {size} bytes, got {len(data)}")
+        if len(data) > size:
+            raise TrailingDataError(f"{len(data) - size} extra bytes after a {what} of {size}")
+        return bytes(data[GREETING:])
 
     def _check_mac(self, what: str, data: bytes) -> None:
         if not hmac.compare_digest(self.mac(bytes(data[:-MAC_SIZE])), bytes(data[-MAC_SIZE:])):
@@ -316,24 +341,10 @@ def _greeting(magic: int, version: int, rank: int, world: int) -> bytes:
     return struct.pack("<4I", magic, version, rank, whole_number(world, "world", 0, MAX_RANK))
 
 
-def _check_size(what: str, data: bytes, size: int) -> None:
-    if len(data) < size:
-        raise TruncatedError(f"a {what} has {size} bytes, got {len(data)}")
-    if len(data) > size:
-        raise TrailingDataError(f"{len(data) - size} extra bytes after a {what} of {size}")
-
-
-def _check(what: str, body: bytes, magic: int, version: int, rest: str) -> tuple[int, ...]:
-    """The fields after magic and version, both checked."""
-    _check_size(what, body, 8 + struct.calcsize(rest))
-    found_magic, found_version = struct.unpack_from("<2I", body)
-    if found_magic != magic:
-        raise BadMagicError(f"expected the magic of a {what}, {magic:#x}, got {found_magic:#x}")
-    if found_version != version:
-        raise VersionMismatchError(f"{what} version {found_version}, this revision has {version}")
-    return struct.unpack_from(rest, body, 8) if rest else ()
-
-
-def _check_world(rank: int, found: int, world: int) -> None:
+def _check_world(body: bytes, world: int) -> int:
+    """The rank that the body of a hello starts with, its world size checked."""
+    rank: int
+    rank, found = struct.unpack_from("<2I", body)
     if found != world:
         raise HandshakeError(f"rank {rank} belongs to a world of {found} ranks, this one has {world}")
+    return rank

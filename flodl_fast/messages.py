@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Union
+from typing import Annotated, Any, Union
 from typing import Optional as Opt
 
-from .layout import Bytes32, f32, f64, i32, u8, u16, u32, u64
+from .layout import Bytes32, Since, f32, f64, i32, u8, u16, u32, u64
 from .protocol import MsgKind
 
 __all__ = [
@@ -82,6 +82,7 @@ __all__ = [
     "SyncNow",
     "Throttle",
     "TimingMsg",
+    "TimingResourceSample",
     "Update",
 ]
 
@@ -149,7 +150,10 @@ class ResourceSample:
 
 @dataclass(slots=True)
 class EpochMetrics:
-    """The cohort's metrics of one epoch; the per_rank lists are indexed by rank."""
+    """The cohort's metrics of one epoch; the per_rank lists are indexed by rank.
+
+    Since 0.7 ``per_rank_loss`` is there, None for a rank without a loss, and ``per_rank_samples``.
+    """
 
     epoch: u64
     scalars: dict[str, f64] = field(default_factory=dict)
@@ -162,6 +166,8 @@ class EpochMetrics:
     per_rank_compute_only_ms: list[f64] = field(default_factory=list)
     per_rank_data_starve_ms: list[f64] = field(default_factory=list)
     device_indices: bytes = b""
+    per_rank_loss: Annotated[list[Opt[f64]], Since("0.7")] = field(default_factory=list)
+    per_rank_samples: Annotated[list[u64], Since("0.7")] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -483,6 +489,14 @@ class DashboardSetHardware:
     summary: str
 
 
+@dataclass(slots=True)
+class TimingResourceSample:
+    """What the rank's host had in use, at most every 500 ms; since 0.7."""
+
+    rank: u64
+    sample: ResourceSample
+
+
 TimingMsg = Union[
     Batch,
     SyncAck,
@@ -499,6 +513,7 @@ TimingMsg = Union[
     DashboardSetSvg,
     DashboardSetMetadata,
     DashboardSetHardware,
+    Annotated[TimingResourceSample, Since("0.7")],
 ]
 
 
@@ -543,6 +558,9 @@ class JoinHello:
     gpus: list[str]
     libtorch: str
     dataset_sig: Bytes32
+    run_id: Annotated[Opt[str], Since("0.8")] = None
+    nccl_version: Annotated[Opt[tuple[u32, u32, u32]], Since("0.8")] = None
+    model_sig: Annotated[Opt[Bytes32], Since("0.8")] = None
 
 
 @dataclass(slots=True)
@@ -592,10 +610,11 @@ JoinMsg = Union[JoinHello, JoinAccept, JoinReject, JoinWorldFormed, JoinRankExit
 
 @dataclass(slots=True)
 class RelayHello:
-    """A relay presents its host's ranks, ascending."""
+    """A relay presents its host's ranks, ascending; at 0.8, on the control leg, with each rank's model signature."""
 
     host: str
     ranks: list[u32]
+    model_sigs: Annotated[list[Bytes32], Since("0.8")] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -329,7 +329,7 @@ def serve(codec: Codec, world: int, deadlines: Deadlines) -> Steps[tuple[int, Li
     if magic == protocol.MAGIC_CHANNEL_JOIN:
         return magic, None
     if magic == protocol.MAGIC_CONTROL_HELLO:
-        hello = first + (yield from _take(len(codec.control_hello(0, 1)) - len(first), wait))
+        hello = first + (yield from _take(protocol.VERSIONS[codec.revision].hello - len(first), wait))
         line = _served([codec.check_control_hello(hello, world)[0]], world)
         yield Send(codec.control_ack())
         return protocol.MAGIC_CHANNEL_CONTROL, line

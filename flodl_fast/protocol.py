@@ -21,6 +21,7 @@ MAC_SIZE = 8
 CONTROL_HEADER = 24  # magic, version, MAC, kind, payload length
 MUX_HEADER = 25  # magic, version, kind, rank, payload length, MAC
 ROUND_HEADER = 17  # magic, tensor count, kind, weight
+GREETING = 8  # the magic and version that every hello and ack begins with
 LENGTH_PREFIX = 4
 MAX_PREFIX = 2**32 - 1
 
@@ -51,31 +52,37 @@ class Revision(Enum):
 
 
 class Versions(NamedTuple):
-    """The version numbers that a revision announces (§9)."""
+    """What a revision announces: its version numbers, and the bytes of its control hello (§9)."""
 
     control: int
     data: int
     mux: int
+    hello: int
 
 
-# The revisions that this release speaks.
-VERSIONS = {Revision.V0_6: Versions(control=2, data=2, mux=1)}
+VERSIONS = {
+    Revision.V0_6: Versions(control=2, data=2, mux=1, hello=24),
+    Revision.V0_7: Versions(control=2, data=2, mux=1, hello=24),
+    Revision.V0_8: Versions(control=4, data=3, mux=1, hello=56),
+}
 
 
 def supported_revision(revision: Revision | str) -> Revision:
-    """The Revision of that name, if this release speaks it.
+    """The Revision of that name.
 
     Raises:
-        ValueError: the name is unknown or the revision is not supported; the message lists those that are.
+        ValueError: the name is unknown; the message lists those that are not.
     """
     try:
-        found = Revision(revision)
+        return Revision(revision)
     except ValueError:
-        found = None
-    if found not in VERSIONS:
-        names = ", ".join(r.value for r in VERSIONS)
-        raise ValueError(f"flodl revision {revision!r} is not supported; supported: {names}")
-    return found
+        names = ", ".join(r.value for r in Revision)
+        raise ValueError(f"flodl revision {revision!r} is not supported; supported: {names}") from None
+
+
+def lookalike(revision: Revision) -> Revision | None:
+    """The other revision that announces the same, so that no handshake can tell the two apart (§9)."""
+    return next((r for r in Revision if r is not revision and VERSIONS[r] == VERSIONS[revision]), None)
 
 
 class MsgKind(IntEnum):

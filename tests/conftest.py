@@ -13,20 +13,23 @@ from typing import Any
 import pytest
 from peer import Peer, build, find_cargo
 
+REVISIONS = ("0.6", "0.7", "0.8")
 GOLDEN = Path(__file__).parent / "golden"
 SALT = bytes(range(16))
 
 
 @cache
 def golden(name: str, revision: str = "0.6") -> list[dict[str, Any]]:
-    """The cases of golden/<revision>/<name>.jsonl. Shared: do not change them."""
-    return [json.loads(line) for line in (GOLDEN / revision / f"{name}.jsonl").read_bytes().splitlines()]
+    """The cases of golden/<revision>/<name>.jsonl, with that revision. Shared: do not change them."""
+    lines = (GOLDEN / revision / f"{name}.jsonl").read_bytes().splitlines()
+    return [{"revision": revision, **json.loads(line)} for line in lines]
 
 
-def golden_params(*names: str, revision: str = "0.6") -> list[Any]:
-    """The cases of these files as parameters with an id of file and line."""
+def golden_params(*names: str, revisions: tuple[str, ...] = REVISIONS) -> list[Any]:
+    """The cases of these files as parameters with an id of revision, file and line."""
     return [
-        pytest.param(case, id=f"{name}-{line}")
+        pytest.param(case, id=f"{revision}-{name}-{line}")
+        for revision in revisions
         for name in names
         for line, case in enumerate(golden(name, revision), 1)
     ]
@@ -38,18 +41,30 @@ def same(got: Any, expected: Any) -> bool:
 
 
 @pytest.fixture(scope="session")
-def peer_binary() -> Path:
-    """The reference peer of 0.6.0."""
+def peer_build() -> Callable[[str], Path]:
+    """`peer_build("0.6")` is the reference peer's binary of that revision."""
     if sys.platform != "linux":
         pytest.skip("the reference peer is linked without libtorch, by flags of Linux linkers")
     cargo = find_cargo()
     if cargo is None:
         pytest.skip("the reference peer is built by cargo, which is not installed")
-    return build(cargo)
+    return cache(lambda revision: build(cargo, f"{revision}.0"))
 
 
 @pytest.fixture(scope="session")
-def peer(peer_binary: Path) -> Iterator[Callable[[str], Peer]]:
-    """`peer("encode")` is the reference peer's process of that mode, one a session."""
+def peer_binary(peer_build: Callable[[str], Path]) -> Path:
+    """The reference peer of 0.6.0."""
+    return peer_build("0.6")
+
+
+@pytest.fixture(scope="session")
+def peer(peer_build: Callable[[str], Path]) -> Iterator[Callable[..., Peer]]:
+    """`peer("encode", "0.7")` is the reference peer's process of that mode and revision, one a session."""
     with ExitStack() as stack:
-        yield cache(lambda mode: stack.enter_context(Peer(peer_binary, mode)))
+        yield cache(lambda mode, revision="0.6": stack.enter_context(Peer(peer_build(revision), mode)))
+
+
+@pytest.fixture(params=REVISIONS)
+def revision(request: pytest.FixtureRequest) -> str:
+    """Every revision in turn."""
+    return request.param

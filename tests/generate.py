@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from reference import LIMITS, SCHEMA, UNIT, Array, Enum, Json, Map, Opt, Pair, Vec, single
+from reference import LIMITS, SCHEMA, SCHEMAS, UNIT, Array, Enum, Json, Map, Opt, Tuple, Vec, single
 
 FRAME_KINDS = tuple(kind for kind in SCHEMA if kind != "Relay")
 
@@ -75,8 +75,8 @@ class _Maker:
                 return {self.text(): self.make(inner) for _ in range(self.rng.randint(0, self.entries))}
             case Array("u8", size):
                 return list(self.rng.randbytes(size))
-            case Pair(first, second):
-                return [self.make(first), self.make(second)]
+            case Tuple(inner):
+                return [self.make(part) for part in inner]
             case Enum(variants):
                 return self.variant(of, self.rng.choice(list(variants)))
             case _:
@@ -87,21 +87,27 @@ class _Maker:
 
 
 def messages(
-    seed: int, n: int, *, finite: bool = False, entries: int = 1, kinds: tuple[str, ...] = FRAME_KINDS
+    seed: int,
+    n: int,
+    *,
+    finite: bool = False,
+    entries: int = 1,
+    kinds: tuple[str, ...] = FRAME_KINDS,
+    revision: str = "0.6",
 ) -> Iterator[tuple[str, Json]]:
-    """`n` pairs of kind and message; every variant of these kinds in turn.
+    """`n` pairs of kind and message; every variant that these kinds have at the revision in turn.
 
     `finite` leaves out NaN and the infinities, which JSON cannot carry. A map has at most `entries` entries:
     beyond one the crate writes them in an order of its own.
     """
-    maker = _Maker(seed, finite, entries)
+    maker, schema = _Maker(seed, finite, entries), SCHEMAS[revision]
     turns: list[tuple[str, str | None]] = []
     for kind in kinds:
-        of = SCHEMA[kind]
+        of = schema[kind]
         turns += [(kind, name) for name in of.variants] if isinstance(of, Enum) else [(kind, None)]
     for i in range(n):
         kind, name = turns[i % len(turns)]
-        yield kind, maker.make(SCHEMA[kind]) if name is None else maker.variant(SCHEMA[kind], name)
+        yield kind, maker.make(schema[kind]) if name is None else maker.variant(schema[kind], name)
 
 
 def salts(seed: int, n: int) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""The wire of revision 0.6 in plain Python: the judge of the compiled package.
+"""The wire of all revisions in plain Python: the judge of the compiled package.
 
 Written from docs/wire.md alone and sharing nothing with the package, not even its tables. Slow and plain on
 purpose. Messages are in the crate's JSON form (tests/golden/README.md), except that a float may be a NaN or
@@ -8,6 +8,7 @@ Round frames are `{"kind", "weight", "tensors": [{"dtype", "shape", "bytes": hex
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import math
 import re
@@ -56,9 +57,15 @@ class Array(NamedTuple):
     size: int
 
 
-class Pair(NamedTuple):
-    first: Any
-    second: Any
+class Since(NamedTuple):
+    """A field or variant that older revisions do not have."""
+
+    revision: str
+    of: Any
+
+
+class Tuple(NamedTuple):
+    of: tuple[Any, ...]
 
 
 class Enum(NamedTuple):
@@ -78,6 +85,7 @@ EPOCH_METRICS = {
     "epoch": "u64", "scalars": Map("f64"), "per_rank": Vec(Map("f64")), "avg_loss": "f64", "epoch_ms": "f64",
     "per_rank_throughput": F64S, "per_rank_batch_share": F64S, "per_rank_share_complete_ms": F64S,
     "per_rank_compute_only_ms": F64S, "per_rank_data_starve_ms": F64S, "device_indices": BYTES,
+    "per_rank_loss": Since("0.7", Vec(Opt("f64"))), "per_rank_samples": Since("0.7", Vec("u64")),
 }
 
 GPU_SNAPSHOT = {
@@ -91,7 +99,7 @@ RESOURCE_SAMPLE = {
     "aggregate_rank": Opt("u8"), "gpus": Vec(GPU_SNAPSHOT),
 }
 
-SCHEMA: dict[str, Any] = {
+MESSAGES: dict[str, Any] = {
     "Control": Enum({
         "RequestParams": UNIT,
         "Update": {"version": "u64", "next_plan": Opt(EPOCH_PLAN)},
@@ -112,7 +120,7 @@ SCHEMA: dict[str, Any] = {
         "EvalBroadcast": {"epoch": "u64", "metric": "f64"},
         "SaveConsensusModel": {"target_rank": "u64"},
         "CoordHeartbeat": UNIT,
-        "StageAdvisory": {"counts": Vec("u64"), "segments": Vec(Pair("u64", Vec(Pair("u64", "u64"))))},
+        "StageAdvisory": {"counts": Vec("u64"), "segments": Vec(Tuple(("u64", Vec(Tuple(("u64", "u64"))))))},
     }),
     "Timing": Enum({
         "Batch": {
@@ -139,11 +147,12 @@ SCHEMA: dict[str, Any] = {
         "DashboardSetSvg": {"rank": "u64", "svg": "text", "label": Opt("text"), "hash": Opt("text")},
         "DashboardSetMetadata": {"rank": "u64", "json": "text"},
         "DashboardSetHardware": {"rank": "u64", "summary": "text"},
+        "ResourceSample": Since("0.7", {"rank": "u64", "sample": RESOURCE_SAMPLE}),
     }),
     "Metrics": {
         "rank": "u64", "epoch": "u64", "avg_loss": "f64", "batches_processed": "u64", "epoch_ms": "f64",
         "samples_processed": "u64", "share_complete_ms": "f64", "compute_only_ms": "f64",
-        "data_starve_ms": "f64", "scalars": Map(Pair("f64", "u64")), "resources": Opt(RESOURCE_SAMPLE),
+        "data_starve_ms": "f64", "scalars": Map(Tuple(("f64", "u64"))), "resources": Opt(RESOURCE_SAMPLE),
     },
     "Rendezvous": Enum({
         "Hello": {"dataset_sig": DIGEST, "global_rank": "u32", "host_name": "text"},
@@ -153,7 +162,9 @@ SCHEMA: dict[str, Any] = {
     "Join": Enum({
         "Hello": {
             "host": "text", "local_devices": BYTES, "gpus": Vec("text"), "libtorch": "text",
-            "dataset_sig": DIGEST,
+            "dataset_sig": DIGEST, "run_id": Since("0.8", Opt("text")),
+            "nccl_version": Since("0.8", Opt(Tuple(("u32", "u32", "u32")))),
+            "model_sig": Since("0.8", Opt(DIGEST)),
         },
         "Accept": {"ranks": Vec("u32"), "salt_hex": Opt("text"), "formation_wait_secs": "u64"},
         "Reject": {"reason": "text"},
@@ -163,12 +174,34 @@ SCHEMA: dict[str, Any] = {
     }),
     # Travels in mux records only, so it has no kind number.
     "Relay": Enum({
-        "Hello": {"host": "text", "ranks": Vec("u32")},
+        "Hello": {"host": "text", "ranks": Vec("u32"), "model_sigs": Since("0.8", Vec(DIGEST))},
         "HelloAck": UNIT,
         "RankExit": {"rank": "u32"},
         "DeclareDead": {"rank": "u32"},
     }),
 }
+
+
+
+def at_revision(of: Any, revision: str) -> Any:
+    """A type as it is at a revision, without what came later."""
+    match of:
+        case Since(_, inner):
+            return at_revision(inner, revision)
+        case Enum(variants):
+            return Enum(at_revision(variants, revision))
+        case Vec(inner) | Opt(inner) | Map(inner):
+            return type(of)(at_revision(inner, revision))
+        case dict():
+            later = {name for name, inner in of.items() if isinstance(inner, Since) and inner.revision > revision}
+            return {name: at_revision(inner, revision) for name, inner in of.items() if name not in later}
+    return of
+
+
+SCHEMAS = {
+    revision: {kind: at_revision(of, revision) for kind, of in MESSAGES.items()} for revision in ("0.6", "0.7", "0.8")
+}
+SCHEMA = SCHEMAS["0.6"]
 
 KINDS = {
     1: "Control", 2: "Timing", 3: "Metrics", 4: "ParamSnapshotMeta", 5: "Heartbeat", 6: "Rendezvous",
@@ -182,7 +215,9 @@ SAVE_REASONS = [
 
 DATA_HELLO, DATA_ACK, CONTROL_HELLO, CONTROL_ACK, CONTROL_FRAME = range(0xF10D17C0, 0xF10D17C5)
 MUX_RECORD, ROUND_FRAME = 0xF10D17D0, 0xF10D17F1
-CONTROL_VERSION, DATA_VERSION, MUX_VERSION = 2, 2, 1
+CONTROL_VERSIONS = {"0.6": 2, "0.7": 2, "0.8": 4}
+DATA_VERSIONS = {"0.6": 2, "0.7": 2, "0.8": 3}
+MUX_VERSION = 1
 MAX_PAYLOAD, MAX_TENSORS, FRAME_CEILING = 16 << 20, 65536, 1 << 30
 DTYPE_SIZES = {0: 4}
 
@@ -287,9 +322,9 @@ def put(of: Any, value: Json) -> bytes:
         case Array(inner, size):
             check(len(typed(value, list)) == size, "value", f"{len(value)} items, expected {size}")
             return b"".join(put(inner, item) for item in value)
-        case Pair(first, second):
-            check(len(typed(value, list)) == 2, "value", f"{len(value)} items, expected a pair")
-            return put(first, value[0]) + put(second, value[1])
+        case Tuple(inner):
+            check(len(typed(value, list)) == len(inner), "value", f"{len(value)} items, expected {len(inner)}")
+            return b"".join(map(put, inner, value))
         case Enum(variants):
             name, fields = variant(value)
             check(name in variants, "value", f"no variant {name}")
@@ -327,8 +362,8 @@ def get(of: Any, r: Reader) -> Json:
             return {get("text", r): get(inner, r) for _ in range(get("u64", r))}
         case Array(inner, size):
             return [get(inner, r) for _ in range(size)]
-        case Pair(first, second):
-            return [get(first, r), get(second, r)]
+        case Tuple(inner):
+            return [get(part, r) for part in inner]
         case Enum(variants):
             index = get("u32", r)
             check(index < len(variants), "payload", f"variant {index} of {len(variants)}")
@@ -338,15 +373,15 @@ def get(of: Any, r: Reader) -> Json:
             return {name: get(inner, r) for name, inner in of.items()}
 
 
-def encode_payload(kind: str, message: Json) -> bytes:
+def encode_payload(kind: str, message: Json, revision: str = "0.6") -> bytes:
     """The bincode payload of a message; `kind` is a name in SCHEMA."""
-    return put(SCHEMA[kind], message)
+    return put(SCHEMAS[revision][kind], message)
 
 
-def decode_payload(kind: str, payload: bytes) -> tuple[Json, int]:
+def decode_payload(kind: str, payload: bytes, revision: str = "0.6") -> tuple[Json, int]:
     """A message and how many bytes it took; those after it are the caller's business."""
     r = Reader(payload, "payload")
-    return get(SCHEMA[kind], r), r.at
+    return get(SCHEMAS[revision][kind], r), r.at
 
 
 def to_json(value: Json) -> Json:
@@ -387,26 +422,31 @@ def number_of(name: str, names: dict[int, str]) -> int:
     return next(number for number, known in names.items() if known == name)
 
 
-def encode_frame(salt: bytes, kind: str, message: Json) -> bytes:
+def encode_frame(salt: bytes, kind: str, message: Json, revision: str = "0.6") -> bytes:
     """A whole control frame; the message of a reserved kind is its payload."""
-    payload = encode_payload(kind, message) if kind in SCHEMA else message
+    payload = encode_payload(kind, message, revision) if kind in SCHEMA else message
     check(len(payload) <= MAX_PAYLOAD, "limit", f"a payload of {len(payload)} bytes")
-    signed = struct.pack("<II", number_of(kind, KINDS), len(payload)) + payload
-    return struct.pack("<II", CONTROL_FRAME, CONTROL_VERSION) + mac8(salt, signed) + signed
+    return sign_frame(salt, number_of(kind, KINDS), payload, revision)
 
 
-def decode_frame(salt: bytes, data: bytes) -> tuple[str, Json, int]:
+def sign_frame(salt: bytes, kind: int, payload: bytes, revision: str = "0.6") -> bytes:
+    """A control frame whose MAC holds, whatever its kind and payload."""
+    signed = struct.pack("<II", kind, len(payload)) + payload
+    return struct.pack("<II", CONTROL_FRAME, CONTROL_VERSIONS[revision]) + mac8(salt, signed) + signed
+
+
+def decode_frame(salt: bytes, data: bytes, revision: str = "0.6") -> tuple[str, Json, int]:
     """Kind, message (a reserved kind's payload) and how many bytes are left after the frame."""
     r = Reader(data, "truncated")
     magic, version, tag, kind, size = r.unpack("<II8sII")
     check(magic == CONTROL_FRAME, "magic", f"{magic:#x}")
-    check(version == CONTROL_VERSION, "version", f"{version}")
+    check(version == CONTROL_VERSIONS[revision], "version", f"{version}")
     check(kind in KINDS, "kind", f"{kind}")
     check(size <= MAX_PAYLOAD, "limit", f"a payload of {size} bytes")
     payload = r.take(size)
     check_mac(salt, struct.pack("<II", kind, size) + payload, tag)
     name = KINDS[kind]
-    return name, decode_payload(name, payload)[0] if name in SCHEMA else payload, r.left
+    return name, decode_payload(name, payload, revision)[0] if name in SCHEMA else payload, r.left
 
 
 # Conversion: docs/wire.md §5.
@@ -550,65 +590,71 @@ def frame_ceiling(model_bytes: int) -> int:
     return min(max(64 << 20, 2 * model_bytes), (1 << 64) - 1)
 
 
-def control_hello(salt: bytes, rank: int, world: int) -> bytes:
-    signed = struct.pack("<IIII", CONTROL_HELLO, CONTROL_VERSION, rank, world)
+def control_hello(salt: bytes, rank: int, world: int, model_sig: bytes = b"", revision: str = "0.6") -> bytes:
+    """`model_sig` is the 32 bytes that 0.8 has."""
+    check(len(model_sig) == (32 if revision == "0.8" else 0), "value", f"a model_sig of {len(model_sig)} bytes")
+    signed = struct.pack("<IIII", CONTROL_HELLO, CONTROL_VERSIONS[revision], rank, world) + model_sig
     return signed + mac8(salt, signed)
 
 
-def control_ack(salt: bytes) -> bytes:
-    signed = struct.pack("<II", CONTROL_ACK, CONTROL_VERSION)
+def control_ack(salt: bytes, revision: str = "0.6") -> bytes:
+    signed = struct.pack("<II", CONTROL_ACK, CONTROL_VERSIONS[revision])
     return signed + mac8(salt, signed)
 
 
-def data_hello(rank: int, world: int) -> bytes:
-    return struct.pack("<IIII", DATA_HELLO, DATA_VERSION, rank, world)
+def data_hello(rank: int, world: int, revision: str = "0.6") -> bytes:
+    return struct.pack("<IIII", DATA_HELLO, DATA_VERSIONS[revision], rank, world)
 
 
-def data_ack() -> bytes:
-    return struct.pack("<II", DATA_ACK, DATA_VERSION)
+def data_ack(revision: str = "0.6") -> bytes:
+    return struct.pack("<II", DATA_ACK, DATA_VERSIONS[revision])
 
 
 def read_greeting(data: bytes, layout: str, magic: int, version: int) -> tuple[Any, ...]:
     """The fields after the magic and the version."""
-    found, found_version, *rest = Reader(data, "truncated").unpack(layout)
+    r = Reader(data, "truncated")
+    found, found_version = r.unpack("<II")
     check(found == magic, "magic", f"{found:#x}")
     check(found_version == version, "version", f"{found_version}")
-    return tuple(rest)
+    return r.unpack(layout)
 
 
-def check_control_hello(salt: bytes, data: bytes, world: int) -> int:
-    """The rank that says hello."""
-    rank, found, tag = read_greeting(data, "<IIII8s", CONTROL_HELLO, CONTROL_VERSION)
+def check_control_hello(salt: bytes, data: bytes, world: int, revision: str = "0.6") -> tuple[int, bytes]:
+    """The rank that says hello, and its model's signature, empty before 0.8."""
+    layout = "<II32s8s" if revision == "0.8" else "<II0s8s"
+    rank, found, sig, tag = read_greeting(data, layout, CONTROL_HELLO, CONTROL_VERSIONS[revision])
     check(found == world, "world", f"{found}")
-    check_mac(salt, data[:16], tag)
-    return rank
+    check_mac(salt, data[:-8], tag)
+    return rank, sig
 
 
-def check_control_ack(salt: bytes, data: bytes) -> None:
-    tag, = read_greeting(data, "<II8s", CONTROL_ACK, CONTROL_VERSION)
+def check_control_ack(salt: bytes, data: bytes, revision: str = "0.6") -> None:
+    tag, = read_greeting(data, "<8s", CONTROL_ACK, CONTROL_VERSIONS[revision])
     check_mac(salt, data[:8], tag)
 
 
-def check_data_hello(data: bytes, world: int) -> int:
+def check_data_hello(data: bytes, world: int, revision: str = "0.6") -> int:
     """The rank that says hello."""
-    rank, found = read_greeting(data, "<IIII", DATA_HELLO, DATA_VERSION)
+    rank, found = read_greeting(data, "<II", DATA_HELLO, DATA_VERSIONS[revision])
     check(found == world, "world", f"{found}")
     return rank
 
 
-def check_data_ack(data: bytes) -> None:
-    read_greeting(data, "<II", DATA_ACK, DATA_VERSION)
+def check_data_ack(data: bytes, revision: str = "0.6") -> None:
+    read_greeting(data, "<", DATA_ACK, DATA_VERSIONS[revision])
 
 
-def encode_mux(salt: bytes, record: Json) -> bytes:
+def encode_mux(salt: bytes, record: Json, revision: str = "0.6") -> bytes:
     """A mux record of `{"record": its kind, "rank": of Data, "payload": hex or, of Control, "msg"}`."""
     kind = number_of(record["record"], MUX_KINDS)
-    payload = encode_payload("Relay", record["msg"]) if "msg" in record else bytes.fromhex(record["payload"])
+    payload = encode_payload("Relay", record["msg"], revision) if "msg" in record else bytes.fromhex(record["payload"])
     header = struct.pack("<IIBII", MUX_RECORD, MUX_VERSION, kind, record.get("rank", 0), len(payload))
     return header + mac8(salt, header + payload) + payload
 
 
-def decode_mux(salt: bytes, data: bytes, ceiling: int = FRAME_CEILING) -> tuple[Json, int]:
+def decode_mux(
+    salt: bytes, data: bytes, ceiling: int = FRAME_CEILING, revision: str = "0.6"
+) -> tuple[Json, int]:
     """A mux record, its rank always given, and how many bytes are left after it."""
     r = Reader(data, "truncated")
     magic, version, kind, rank, size, tag = r.unpack("<IIBII8s")
@@ -621,7 +667,7 @@ def decode_mux(salt: bytes, data: bytes, ceiling: int = FRAME_CEILING) -> tuple[
     name = MUX_KINDS[kind]
     record = {"record": name, "rank": rank}
     if name == "Control":
-        return {**record, "msg": decode_payload("Relay", payload)[0]}, r.left
+        return {**record, "msg": decode_payload("Relay", payload, revision)[0]}, r.left
     return {**record, "payload": payload.hex()}, r.left
 
 
@@ -635,3 +681,18 @@ def take_prefixed(data: bytes, ceiling: int = FRAME_CEILING) -> tuple[bytes, int
     size, = r.unpack("<I")
     check(size <= ceiling, "limit", f"{size} bytes")
     return r.take(size), r.left
+
+
+# Model signatures: docs/wire.md §7.
+
+SIG_DTYPES = {"int32": 3, "int64": 4, "float16": 5, "float32": 6, "float64": 7, "bfloat16": 15}
+
+
+def model_sig(parameters: list[tuple[str, str, list[int]]], buffers: list[tuple[str, str, list[int]]]) -> bytes:
+    """Of (name, dtype, shape) of every parameter and buffer."""
+    signed = b""
+    for tag, entries in ((b"P", parameters), (b"B", buffers)):
+        for name, dtype, shape in entries:
+            signed += tag + name.encode() + b"\0" + struct.pack("<iI", SIG_DTYPES[dtype], len(shape))
+            signed += b"".join(dim.to_bytes(8, "little", signed=True) for dim in shape)
+    return hashlib.sha256(signed).digest()

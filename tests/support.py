@@ -16,24 +16,41 @@ import flodl_fast as ff
 CODEC = ff.Codec(SALT)
 MESSAGE_FILES = ("control", "timing", "metrics", "rendezvous", "join")
 
+# Fields that older revisions do not have; no other field has their names.
+LATER = {
+    "per_rank_loss": "0.7", "per_rank_samples": "0.7", "run_id": "0.8", "nccl_version": "0.8", "model_sig": "0.8",
+    "model_sigs": "0.8",
+}
 UNIONS = {
     "Control": ff.ControlMsg, "Timing": ff.TimingMsg, "Rendezvous": ff.RendezvousMsg, "Join": ff.JoinMsg,
     "Relay": ff.RelayMsg,
 }
-KIND_OF = {cls: kind for kind, union in UNIONS.items() for cls in get_args(union)} | {ff.MetricsMsg: "Metrics"}
+
+
+def classes(union: Any) -> list[type]:
+    """The message classes of a union, in index order; those of later revisions are annotated."""
+    return [getattr(variant, "__origin__", variant) for variant in get_args(union)]
+
+
+KIND_OF = {cls: kind for kind, union in UNIONS.items() for cls in classes(union)} | {ff.MetricsMsg: "Metrics"}
 NUMBER_OF = {name: number for number, name in ref.KINDS.items()}
 
 
-def bare(value: Any) -> Any:
+def codec_at(revision: str) -> ff.Codec:
+    return CODEC if revision == "0.6" else ff.Codec(SALT, revision)
+
+
+def bare(value: Any, revision: str = "0.6") -> Any:
     """A field's value as the oracle has it."""
     if dataclasses.is_dataclass(value):
-        return {field.name: bare(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        names = [field.name for field in dataclasses.fields(value) if LATER.get(field.name, revision) <= revision]
+        return {name: bare(getattr(value, name), revision) for name in names}
     if isinstance(value, enum.IntEnum):
         return value.name.title().replace("_", "")
     if isinstance(value, (list, tuple, bytes)):
-        return [bare(item) for item in value]
+        return [bare(item, revision) for item in value]
     if isinstance(value, dict):
-        return {key: bare(item) for key, item in value.items()}
+        return {key: bare(item, revision) for key, item in value.items()}
     return value
 
 
@@ -42,33 +59,34 @@ def crate_name(cls: type) -> str:
     return cls.__name__.removeprefix(KIND_OF[cls]).removesuffix("Msg")
 
 
-def oracle_form(message: Any) -> tuple[str, Any]:
+def oracle_form(message: Any, revision: str = "0.6") -> tuple[str, Any]:
     """Kind and value of a message as the oracle has them: JSON, but for NaN and the infinities."""
-    kind, fields = KIND_OF[type(message)], bare(message)
+    kind, fields = KIND_OF[type(message)], bare(message, revision)
     if kind == "Metrics":
         return kind, fields
     name = crate_name(type(message))
-    layout = ref.SCHEMA[kind].variants[name]
+    layout = ref.SCHEMAS[revision][kind].variants[name]
     if layout == ref.UNIT:
         return kind, name
     wraps = isinstance(layout, ref.Enum) or list(layout) != list(fields)
     return kind, {name: next(iter(fields.values())) if wraps else fields}
 
 
-def drawn(seed: int, n: int, **options: Any) -> list[Any]:
+def drawn(seed: int, n: int, revision: str = "0.6", **options: Any) -> list[Any]:
     """`n` generated messages, every variant in turn; the options are those of generate.messages."""
-    return [ff.from_json(kind, value) for kind, value in messages(seed, n, **options)]
+    drawn = messages(seed, n, revision=revision, **options)
+    return [ff.from_json(kind, value, revision=revision) for kind, value in drawn]
 
 
-def one_of_each(seed: int = 0, **options: Any) -> list[Any]:
-    """One generated message of every class that a payload can be, Relay's included."""
-    return drawn(seed, len(KIND_OF), kinds=tuple(ref.SCHEMA), **options)
+def one_of_each(seed: int = 0, revision: str = "0.6", **options: Any) -> list[Any]:
+    """One generated message of every class that a payload can be at the revision, Relay's included."""
+    count = 1 + sum(len(of.variants) for of in ref.SCHEMAS[revision].values() if isinstance(of, ref.Enum))
+    return drawn(seed, count, revision, kinds=tuple(ref.SCHEMA), **options)
 
 
-def signed_frame(kind: int, payload: bytes, salt: bytes = SALT) -> bytes:
+def signed_frame(kind: int, payload: bytes, revision: str = "0.6") -> bytes:
     """A control frame whose MAC holds, whatever the payload."""
-    signed = struct.pack("<II", kind, len(payload)) + payload
-    return struct.pack("<II", ref.CONTROL_FRAME, ref.CONTROL_VERSION) + ref.mac8(salt, signed) + signed
+    return ref.sign_frame(SALT, kind, payload, revision)
 
 
 def signed_record(kind: int, payload: bytes, rank: int = 0) -> bytes:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import SALT, golden
-from support import CODEC, crate_name, drawn, oracle_form, signed_frame
+from support import CODEC, classes, codec_at, crate_name, drawn, oracle_form, signed_frame
 
 import flodl_fast as ff
 
@@ -221,13 +221,15 @@ def test_bytes_after_a_value_in_its_frame(prefixed, message):
 
 
 COLUMN = {"u64": "u8", "u16": "u2", "f64": "f8"}
+NEWEST = codec_at("0.8")
+VARIANTS = classes(ff.TimingMsg)
 
 
 def expected_dtype(variant):
     fields = [("index", "i8")]
-    for name, of in ref.SCHEMA["Timing"].variants[variant].items():
+    for name, of in ref.SCHEMAS["0.8"]["Timing"].variants[variant].items():
         inner = of.of if isinstance(of, ref.Opt) else of
-        kind = "u4" if isinstance(inner, ref.Enum) else "O" if inner == ref.BYTES else COLUMN.get(inner, "O")
+        kind = "u4" if isinstance(inner, ref.Enum) else COLUMN.get(inner, "O") if isinstance(inner, str) else "O"
         fields.append((name, kind))
         if isinstance(of, ref.Opt):
             fields.append((f"{name}_present", "?"))
@@ -235,16 +237,19 @@ def expected_dtype(variant):
 
 
 def bits_of(value):
+    """What tells a value from another one, a NaN and -0.0 included."""
+    if isinstance(value, ff.ResourceSample):
+        return repr(value)
     return np.float64(value).tobytes() if isinstance(value, float) else value
 
 
 def check_columns(columns, messages):
     """Each row of the columns holds what decode_many gives."""
-    timing = [(i, message) for i, message in enumerate(messages) if type(message) in ff.TimingMsg.__args__]
-    assert list(columns) == [cls.__name__ for cls in ff.TimingMsg.__args__ if any(type(m) is cls for _, m in timing)]
+    timing = [(i, message) for i, message in enumerate(messages) if type(message) in VARIANTS]
+    assert list(columns) == [cls.__name__ for cls in VARIANTS if any(type(m) is cls for _, m in timing)]
     for name, rows in columns.items():
         met = [(i, message) for i, message in timing if type(message).__name__ == name]
-        expected = expected_dtype(name)
+        expected = expected_dtype(crate_name(getattr(ff, name)))
         assert [(field, rows.dtype[field]) for field in rows.dtype.names] == [
             (field, expected[field]) for field in expected.names]
         assert rows.shape == (len(met),)
@@ -267,11 +272,11 @@ def test_columns_hold_what_decode_many_gives(prefixed):
         check_columns(CODEC.timing_columns(whole, prefixed=prefixed), messages)
 
 
-@pytest.mark.parametrize("cls", ff.TimingMsg.__args__, ids=crate_name)
+@pytest.mark.parametrize("cls", VARIANTS, ids=crate_name)
 def test_columns_of_one_variant(cls):
-    messages = [message for message in drawn(33, 600, kinds=("Timing",)) if type(message) is cls]
+    messages = [message for message in drawn(33, 600, "0.8", kinds=("Timing",)) if type(message) is cls]
     for count in (1, 2, len(messages)):
-        columns = CODEC.timing_columns(CODEC.encode_many(messages[:count]), trailing="error")
+        columns = NEWEST.timing_columns(NEWEST.encode_many(messages[:count]), trailing="error")
         assert list(columns) == [cls.__name__]
         check_columns(columns, messages[:count])
 
@@ -340,25 +345,26 @@ def test_numbers_at_their_ends_in_columns():
     assert columns["EvalResult"].tolist() == [(3, top, top, top, 1.0, 2.0, None, False)]
 
 
-@pytest.mark.parametrize("cls", ff.TimingMsg.__args__, ids=crate_name)
+@pytest.mark.parametrize("cls", VARIANTS, ids=crate_name)
 def test_columns_refuse_every_payload_that_decode_refuses(cls):
     """Whole, cut short at each byte, and with each byte changed."""
-    for message in [m for m in drawn(34, 60, kinds=("Timing",)) if type(m) is cls]:
-        payload = CODEC.encode_payload(message)[:120]
+    for message in [m for m in drawn(34, 64, "0.8", kinds=("Timing",)) if type(m) is cls]:
+        payload = NEWEST.encode_payload(message)[:120]
         bad = [payload[:at] for at in range(len(payload))]
         bad += [payload[:at] + bytes([byte]) + payload[at + 1:] for at in range(len(payload)) for byte in (2, 251, 255)]
+        good = NEWEST.encode(HEARTBEAT)
         for damaged in bad:
-            frame, message, refused = signed_frame(2, damaged), None, None
+            frame, message, refused = signed_frame(2, damaged, "0.8"), None, None
             try:
-                message = CODEC.decode(frame)
+                message = NEWEST.decode(frame)
             except ff.DecodeError as error:
                 refused = error
             if refused is None:
-                check_columns(CODEC.timing_columns(frame + FRAME), [message, HEARTBEAT])
+                check_columns(NEWEST.timing_columns(frame + good), [message, HEARTBEAT])
                 continue
             with pytest.raises(type(refused)) as caught:
-                CODEC.timing_columns(FRAME * 3 + frame + FRAME)
-            assert str(caught.value) == f"frame at byte {3 * len(FRAME)}: {refused}"
+                NEWEST.timing_columns(good * 3 + frame + good)
+            assert str(caught.value) == f"frame at byte {3 * len(good)}: {refused}"
 
 
 OVERRUN = """

@@ -405,7 +405,7 @@ def test_info(run):
     found = json.loads(out)
     assert code == 0
     assert found["version"] == ff.__version__
-    assert found["revisions"] == ["0.6"]
+    assert found["revisions"] == ["0.6", "0.7", "0.8"]
     assert (found["sha256"]["kernel"], found["sha256"]["available"]) == sha256_kernel()
     assert (found["fold"]["kernel"], found["fold"]["available"]) == fold_kernel()
     assert (found["numpy"], found["python"]) == (np.__version__, sys.version.split()[0])

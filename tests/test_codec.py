@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import ctypes
 import gc
+import hashlib
 import hmac
 import mmap
 import random
@@ -23,6 +24,7 @@ from support import (
     KIND_OF,
     MESSAGE_FILES,
     NUMBER_OF,
+    codec_at,
     drawn,
     one_of_each,
     oracle_form,
@@ -60,7 +62,7 @@ def oracle_refusal(call, *args):
 
 
 def codec_of(case):
-    return ff.Codec(case["salt"])
+    return ff.Codec(case.get("salt", SALT), case["revision"])
 
 
 # ------------------------------------------------------------------------------------------------------------ vectors
@@ -70,15 +72,15 @@ def codec_of(case):
 def test_message_vectors(case):
     codec, frame, payload = codec_of(case), bytes.fromhex(case["frame"]), bytes.fromhex(case["payload"])
     message = codec.decode(frame, trailing="error")
-    assert same(ff.to_json(message), case["msg"])
-    assert oracle_form(message)[0] == case["kind"]
-    assert same(ref.to_json(oracle_form(message)[1]), case["msg"])
+    assert same(ff.to_json(message, revision=codec.revision), case["msg"])
+    assert oracle_form(message, case["revision"])[0] == case["kind"]
+    assert same(ref.to_json(oracle_form(message, case["revision"])[1]), case["msg"])
     assert codec.encode(message) == frame
     assert codec.encode_payload(message) == payload
     assert codec.encode(codec.decode_payload(case["kind"], payload, trailing="error")) == frame
     assert codec.mac(frame[16:]) == frame[8:16]
     if ref.one_byte_form(case["msg"]):
-        assert codec.encode(ff.from_json(case["kind"], case["msg"])) == frame
+        assert codec.encode(ff.from_json(case["kind"], case["msg"], revision=codec.revision)) == frame
 
 
 @pytest.mark.parametrize("case", golden_params("mutated"))
@@ -86,28 +88,30 @@ def test_mutated_vectors(case):
     codec, frame = codec_of(case), bytes.fromhex(case["frame"])
     if case["outcome"] == "message":
         message = codec.decode(frame)
-        assert oracle_form(message)[0] == case["kind"]
-        assert same(ff.to_json(message), case["msg"])
+        assert oracle_form(message, case["revision"])[0] == case["kind"]
+        assert same(ff.to_json(message, revision=codec.revision), case["msg"])
         return
     with pytest.raises(ff.DecodeError) as caught:
         codec.decode(frame)
     assert (caught.type is ff.TruncatedError and len(frame) < 24) == (case["outcome"] == "eof")
-    assert caught.type is oracle_refusal(ref.decode_frame, bytes.fromhex(case["salt"]), frame)
+    assert caught.type is oracle_refusal(ref.decode_frame, bytes.fromhex(case["salt"]), frame, case["revision"])
 
 
 def wire_handshake(case, codec):
     rank, world = case["rank"], case["world"]
+    sig = bytes.fromhex(case["model_sig"]) if case["revision"] == "0.8" else None
     hello, ack = bytes.fromhex(case["control_rank"]), bytes.fromhex(case["control_ack"])
-    assert (codec.control_hello(rank, world), codec.control_ack()) == (hello, ack)
+    assert (codec.control_hello(rank, world, sig), codec.control_ack()) == (hello, ack)
     assert codec.data_ack() == bytes.fromhex(case["data_ack"])
-    assert codec.check_control_hello(hello, world) == (rank, None)
+    assert codec.check_control_hello(hello, world) == (rank, sig)
     codec.check_control_ack(ack)
     codec.check_data_ack(codec.data_ack())
 
 
 def wire_mux(case, codec):
     raw = bytes.fromhex(case["bytes"])
-    payload = ff.from_json("Relay", case["msg"]) if "msg" in case else bytes.fromhex(case["payload"])
+    relay = ff.from_json("Relay", case["msg"], revision=codec.revision) if "msg" in case else None
+    payload = bytes.fromhex(case["payload"]) if relay is None else relay
     kind = {"Data": 1, "Control": 2, "HostFrame": 3, "Broadcast": 4}[case["record"]]
     record = ff.MuxRecord(ff.MuxKind(kind), case.get("rank", 0), payload)
     assert codec.encode_mux(record) == raw
@@ -140,7 +144,7 @@ def wire_frame_ceiling(case, codec):
 
 @pytest.mark.parametrize("case", golden_params("wire"))
 def test_wire_vectors(case):
-    globals()[f"wire_{case['op']}"](case, ff.Codec(case.get("salt", SALT)))
+    globals()[f"wire_{case['op']}"](case, codec_of(case))
 
 
 # ------------------------------------------------------------------------------------------------------------ buffers
@@ -226,28 +230,30 @@ def test_decoding_leaves_no_hold_on_the_buffer():
 # -------------------------------------------------------------------------------------------------------- one message
 
 
-def test_messages_against_the_oracle():
-    for message in drawn(11, 2000, entries=4):
-        kind, value = oracle_form(message)
-        frame = ref.encode_frame(SALT, kind, value)
-        assert CODEC.encode(message) == frame
-        decoded = CODEC.decode(frame, trailing="error")
+def test_messages_against_the_oracle(revision):
+    codec = codec_at(revision)
+    for message in drawn(11, 2000, revision, entries=4):
+        kind, value = oracle_form(message, revision)
+        frame = ref.encode_frame(SALT, kind, value, revision)
+        assert codec.encode(message) == frame
+        decoded = codec.decode(frame, trailing="error")
         assert type(decoded) is type(message)
-        assert same(oracle_form(decoded)[1], value)
-        assert CODEC.encode(decoded) == frame
+        assert same(oracle_form(decoded, revision)[1], value)
+        assert codec.encode(decoded) == frame
 
 
-def test_the_payload_alone():
-    for message in one_of_each(12, finite=True):
+def test_the_payload_alone(revision):
+    codec = codec_at(revision)
+    for message in one_of_each(12, revision, finite=True):
         kind = KIND_OF[type(message)]
-        payload = CODEC.encode_payload(message)
-        assert payload == ref.encode_payload(*oracle_form(message))
+        payload = codec.encode_payload(message)
+        assert payload == ref.encode_payload(*oracle_form(message, revision), revision)
         number = NUMBER_OF.get(kind)
         for name in (kind,) if kind == "Relay" else (kind, number, ff.MsgKind(number), np.int64(number)):
-            assert CODEC.decode_payload(name, payload, trailing="error") == message
-        assert CODEC.decode_payload(kind, payload + b"\0\0") == message
+            assert codec.decode_payload(name, payload, trailing="error") == message
+        assert codec.decode_payload(kind, payload + b"\0\0") == message
         with pytest.raises(ff.TrailingDataError, match=rf"2 extra bytes of {len(payload) + 2}"):
-            CODEC.decode_payload(kind, payload + b"\0\0", trailing="error")
+            codec.decode_payload(kind, payload + b"\0\0", trailing="error")
 
 
 @pytest.mark.parametrize("kind", [0, 8, -1, 2**70, 1.0, True, None, "timing", "", "Nothing", ff.RoundKind.MODEL])
@@ -334,22 +340,22 @@ def test_every_cut_and_every_flipped_byte_is_refused():
                 assert refusal(CODEC.decode, flipped) not in (None, ff.PayloadError)
 
 
-def test_damaged_frames_are_refused_as_the_oracle_does():
-    rng = random.Random(14)
+def test_damaged_frames_are_refused_as_the_oracle_does(revision):
+    rng, codec = random.Random(14), codec_at(revision)
     met = set()
-    for message in drawn(14, 3000):
-        payload = damage(rng, CODEC.encode_payload(message))
-        frame = signed_frame(NUMBER_OF[KIND_OF[type(message)]], payload)
+    for message in drawn(14, 3000, revision):
+        payload = damage(rng, codec.encode_payload(message))
+        frame = signed_frame(NUMBER_OF[KIND_OF[type(message)]], payload, revision)
         if rng.random() < 0.3:
             frame = damage(rng, frame)
-        expected = oracle_refusal(ref.decode_frame, SALT, frame)
-        assert refusal(CODEC.decode, frame) is expected
+        expected = oracle_refusal(ref.decode_frame, SALT, frame, revision)
+        assert refusal(codec.decode, frame) is expected
         met.add(expected)
         if expected is None:
-            kind, value, left = ref.decode_frame(SALT, frame)
-            assert same(oracle_form(CODEC.decode(frame)), (kind, value))
-            used = ref.decode_payload(kind, frame[24:len(frame) - left])[1]
-            strict = refusal(CODEC.decode, frame, trailing="error")
+            kind, value, left = ref.decode_frame(SALT, frame, revision)
+            assert same(oracle_form(codec.decode(frame), revision), (kind, value))
+            used = ref.decode_payload(kind, frame[24:len(frame) - left], revision)[1]
+            strict = refusal(codec.decode, frame, trailing="error")
             assert (strict is ff.TrailingDataError) == (left > 0 or used < len(frame) - left - 24)
     assert met == {None, *ERRORS.values()}
 
@@ -462,10 +468,10 @@ def test_limits_that_cannot_be(name):
             ff.Codec(SALT, **{name: wrong})
 
 
-@pytest.mark.parametrize("revision", ["0.7", "0.8", "0.9", "", 0.6, None, ff.Revision.V0_7])
-def test_revisions_that_are_not_spoken(revision):
-    with pytest.raises(ValueError, match=r"not supported; supported: 0\.6"):
-        ff.Codec(SALT, revision)
+@pytest.mark.parametrize("wrong", ["0.5", "0.6.0", "0.9", "", 0.6, None])
+def test_revisions_that_are_not_spoken(wrong):
+    with pytest.raises(ValueError, match=r"not supported; supported: 0\.6, 0\.7, 0\.8"):
+        ff.Codec(SALT, wrong)
 
 
 def test_measures():
@@ -493,18 +499,23 @@ def test_measures_before_the_buffer():
 # -------------------------------------------------------------------------------------------------------- mux records
 
 
-def test_mux_records_against_the_oracle():
-    rng = random.Random(16)
-    for message in drawn(16, 100, kinds=("Relay",)):
-        raw = ref.encode_mux(SALT, {"record": "Control", "msg": oracle_form(message)[1]})
+def test_mux_records_against_the_oracle(revision):
+    rng, codec = random.Random(16), codec_at(revision)
+    for message in drawn(16, 100, revision, kinds=("Relay",)):
+        raw = ref.encode_mux(SALT, {"record": "Control", "msg": oracle_form(message, revision)[1]}, revision)
         record = ff.MuxRecord(ff.MuxKind.CONTROL, 0, message)
-        assert CODEC.encode_mux(record) == raw
-        assert CODEC.decode_mux(raw, trailing="error") == record
+        assert codec.encode_mux(record) == raw
+        assert codec.decode_mux(raw, trailing="error") == record
         raw = signed_record(2, damage(rng, raw[25:]))
-        expected = oracle_refusal(ref.decode_mux, SALT, raw)
-        assert refusal(CODEC.decode_mux, raw) is expected
+        expected = oracle_refusal(ref.decode_mux, SALT, raw, ref.FRAME_CEILING, revision)
+        assert refusal(codec.decode_mux, raw) is expected
         if expected is None:
-            assert same(oracle_form(CODEC.decode_mux(raw).payload)[1], ref.decode_mux(SALT, raw)[0]["msg"])
+            found = oracle_form(codec.decode_mux(raw).payload, revision)[1]
+            assert same(found, ref.decode_mux(SALT, raw, revision=revision)[0]["msg"])
+
+
+def test_data_records_against_the_oracle():
+    rng = random.Random(116)
     for rank in (0, 1, 250, 2**32 - 1):
         payload = rng.randbytes(rank % 1000)
         raw = ref.encode_mux(SALT, {"record": "Data", "rank": rank, "payload": payload.hex()})
@@ -556,32 +567,40 @@ def test_mux_records_that_cannot_be(record, error):
 # --------------------------------------------------------------------------------------------------------- handshakes
 
 
-def test_handshakes_against_the_oracle():
-    rng = random.Random(17)
+def sig_of(revision):
+    """A model signature, where the revision has one."""
+    return bytes(range(100, 132)) if revision == "0.8" else None
+
+
+def test_handshakes_against_the_oracle(revision):
+    rng, sig = random.Random(17), sig_of(revision)
     for _ in range(50):
         salt, rank, world = rng.randbytes(16), rng.getrandbits(32), rng.getrandbits(32)
-        codec = ff.Codec(salt)
-        assert codec.control_hello(rank, world) == ref.control_hello(salt, rank, world)
-        assert codec.control_ack() == ref.control_ack(salt)
-        assert codec.data_hello(rank, world) == ref.data_hello(rank, world)
-        assert codec.data_ack() == ref.data_ack()
-        assert codec.check_control_hello(ref.control_hello(salt, rank, world), world) == (rank, None)
-        assert codec.check_data_hello(ref.data_hello(rank, world), world) == rank
-        assert codec.check_control_ack(ref.control_ack(salt)) is None
-        assert codec.check_data_ack(ref.data_ack()) is None
+        codec, hello = ff.Codec(salt, revision), ref.control_hello(salt, rank, world, sig or b"", revision)
+        assert codec.control_hello(rank, world, sig) == hello
+        assert codec.control_ack() == ref.control_ack(salt, revision)
+        assert codec.data_hello(rank, world) == ref.data_hello(rank, world, revision)
+        assert codec.data_ack() == ref.data_ack(revision)
+        assert codec.check_control_hello(hello, world) == (rank, sig)
+        assert codec.check_data_hello(ref.data_hello(rank, world, revision), world) == rank
+        assert codec.check_control_ack(ref.control_ack(salt, revision)) is None
+        assert codec.check_data_ack(ref.data_ack(revision)) is None
 
 
-GREETINGS = {
-    "control hello": (CODEC.control_hello(1, 3), lambda data: CODEC.check_control_hello(data, 3), 8),
-    "control ack": (CODEC.control_ack(), CODEC.check_control_ack, 8),
-    "data hello": (CODEC.data_hello(1, 3), lambda data: CODEC.check_data_hello(data, 3), 0),
-    "data ack": (CODEC.data_ack(), CODEC.check_data_ack, 0),
-}
+def greetings(revision):
+    """A greeting, its check, and whether a MAC covers it."""
+    codec = codec_at(revision)
+    return {
+        "control hello": (codec.control_hello(1, 3, sig_of(revision)), lambda d: codec.check_control_hello(d, 3), True),
+        "control ack": (codec.control_ack(), codec.check_control_ack, True),
+        "data hello": (codec.data_hello(1, 3), lambda data: codec.check_data_hello(data, 3), False),
+        "data ack": (codec.data_ack(), codec.check_data_ack, False),
+    }
 
 
-@pytest.mark.parametrize("name", GREETINGS)
-def test_greetings_that_do_not_fit(name):
-    good, check, tag = GREETINGS[name]
+@pytest.mark.parametrize("name", greetings("0.6"))
+def test_greetings_that_do_not_fit(name, revision):
+    good, check, signed = greetings(revision)[name]
     for size in range(len(good)):
         with pytest.raises(ff.TruncatedError, match=rf"{name} has {len(good)} bytes, got {size}"):
             check(good[:size])
@@ -595,17 +614,27 @@ def test_greetings_that_do_not_fit(name):
             expected = ff.VersionMismatchError
         elif 12 <= at < 16 and "hello" in name:
             expected = ff.HandshakeError
-        elif tag:
+        elif signed:
             expected = ff.AuthenticationError
         else:
             assert check(flipped) == 1 ^ 0x10 << 8 * (at - 8)  # the rank, which a data hello does not authenticate
             continue
         with pytest.raises(expected):
             check(flipped)
-    for other, (data, _, _) in GREETINGS.items():
-        if other != name and len(data) == len(good):
+    for other, (data, _, _) in greetings(revision).items():
+        if other != name:
             with pytest.raises(ff.BadMagicError, match=name):
                 check(data)
+
+
+@pytest.mark.parametrize("name", greetings("0.6"))
+def test_greetings_of_another_version(name):
+    """The version is looked at before the size, which differs with it."""
+    for old in ("0.6", "0.7"):
+        for ours, theirs in ((old, "0.8"), ("0.8", old)):
+            with pytest.raises(ff.VersionMismatchError, match=rf"{name} version \d, revision 0\.\d has \d"):
+                greetings(ours)[name][1](greetings(theirs)[name][0])
+    assert greetings("0.6")[name][0] == greetings("0.7")[name][0]
 
 
 def test_greetings_under_another_salt():
@@ -640,10 +669,113 @@ def test_greetings_of_what_is_no_integer(hello, wrong):
             hello(*numbers)
 
 
-def test_a_hello_has_no_model_sig_yet():
-    assert CODEC.control_hello(1, 3, None) == CODEC.control_hello(np.int64(1), np.uint8(3))
-    with pytest.raises(ff.EncodeError, match=r"0\.6 has no model_sig"):
-        CODEC.control_hello(1, 3, bytes(32))
+def test_a_hello_has_a_model_sig_from_0_8_on():
+    for revision in ("0.6", "0.7"):
+        codec = codec_at(revision)
+        assert codec.control_hello(1, 3, None) == codec.control_hello(np.int64(1), np.uint8(3))
+        with pytest.raises(ff.EncodeError, match=rf"revision {revision} has 24 bytes, with .*32 bytes.* have 56"):
+            codec.control_hello(1, 3, bytes(32))
+    for sig, text in ((None, "None"), (b"", "0 bytes"), (bytes(31), "31 bytes"), (bytes(33), "33 bytes")):
+        with pytest.raises(ff.EncodeError, match=rf"0\.8 has 56 bytes, with this model_sig \({text}\)"):
+            codec_at("0.8").control_hello(1, 3, sig)
+
+
+# ---------------------------------------------------------------------------------------------------------- revisions
+
+
+LOSSES = ff.EpochAggregated(ff.EpochMetrics(3, {"loss": 0.5}, per_rank_loss=[0.5, None], per_rank_samples=[64, 0]))
+SAMPLE = ff.TimingResourceSample(1, ff.ResourceSample(cpu_percent=50.0))
+
+
+def test_what_a_revision_lacks_is_never_sent_to_it():
+    for message, text in (
+        (LOSSES, r"EpochAggregated\.metrics\.per_rank_loss: is set, but the codec's revision does not have it"),
+        (SAMPLE, r"TimingResourceSample needs revision 0\.7, the codec's is 0\.6"),
+    ):
+        for call in (CODEC.encode, CODEC.encode_payload, lambda m: CODEC.encode_many([m])):
+            with pytest.raises(ff.EncodeError, match=text):
+                call(message)
+        for revision in ("0.7", "0.8"):
+            codec = codec_at(revision)
+            assert codec.decode(codec.encode(message), trailing="error") == message
+    hello = ff.JoinHello("h", b"\0", [], "", bytes(32), "run", (2, 21, 5), bytes(32))
+    for revision in ("0.6", "0.7"):
+        with pytest.raises(ff.EncodeError, match=r"JoinHello\.run_id"):
+            codec_at(revision).encode(hello)
+        with pytest.raises(ff.EncodeError, match=r"RelayHello\.model_sigs"):
+            codec_at(revision).encode_payload(ff.RelayHello("h", [0], [bytes(32)]))
+    assert codec_at("0.8").decode(codec_at("0.8").encode(hello)) == hello
+
+
+def test_the_two_revisions_that_announce_the_same():
+    """Each reads what the other sent as the crate of its revision does; a lenient codec as what it is."""
+    bare = ff.EpochAggregated(ff.EpochMetrics(3, {"loss": 0.5}))
+    old, new = CODEC, codec_at("0.7")
+    assert old.decode(new.encode(LOSSES)) == bare
+    assert refusal(old.decode, new.encode(LOSSES), trailing="error") is ff.TrailingDataError
+    assert refusal(new.decode, old.encode(bare)) is ff.PayloadError
+    assert refusal(old.decode, new.encode(SAMPLE)) is ff.PayloadError
+    for revision in ("0.6", "0.7"):
+        codec = ff.Codec(SALT, revision, lenient=True)
+        assert codec.lenient
+        for sent, message in ((old, bare), (new, LOSSES), (new, SAMPLE), (new, bare), (old, ff.Shutdown())):
+            frame = sent.encode(message)
+            for trailing in ("ignore", "error"):
+                assert codec.decode(frame, trailing=trailing) == message
+                assert codec.decode_many(frame * 3, trailing=trailing)[0] == [message] * 3
+                assert codec.decode_payload(frame[16], frame[24:], trailing=trailing) == message
+        # What neither layout fits is as it is without leniency.
+        for payload in (b"\2x", b"\x20"):
+            for trailing in ("ignore", "error"):
+                strict = outcome_of(codec_at(revision), payload, trailing)
+                assert outcome_of(codec, payload, trailing) == strict
+
+
+def outcome_of(codec, payload, trailing):
+    try:
+        return codec.decode_payload("Control", payload, trailing=trailing)
+    except ff.DecodeError as error:
+        return type(error), str(error)
+
+
+def test_leniency_changes_nothing_at_0_8():
+    codec = ff.Codec(SALT, "0.8", lenient=True)
+    payload = CODEC.encode_payload(ff.EpochAggregated(ff.EpochMetrics(3)))
+    assert refusal(codec.decode_payload, "Control", payload) is ff.PayloadError
+
+
+# ---------------------------------------------------------------------------------------------------- model signatures
+
+
+class Sized:
+    """An array of which only these two are looked at."""
+
+    def __init__(self, dtype, *shape):
+        self.dtype, self.shape = dtype, shape
+
+
+def test_model_sigs_against_the_oracle():
+    parameters = {"conv.weight": np.zeros((8, 1, 3, 3), np.float32), "scale": np.float64(1.0), "é": np.zeros(0, "f2")}
+    buffers = [("mean", Sized("torch.bfloat16", 4)), ("seen", np.int64(3)), ("ids", np.zeros((2, 0), np.int32))]
+    expected = ref.model_sig(
+        [("conv.weight", "float32", [8, 1, 3, 3]), ("scale", "float64", []), ("é", "float16", [0])],
+        [("mean", "bfloat16", [4]), ("seen", "int64", []), ("ids", "int32", [2, 0])],
+    )
+    assert ff.model_sig(parameters, buffers) == ff.model_sig(parameters.items(), dict(buffers)) == expected
+    assert ff.model_sig({}) == hashlib.sha256().digest()
+    for other in (dict(reversed(parameters.items())), {**parameters, "scale": np.zeros(1)}, {"w": np.zeros(1)}):
+        assert ff.model_sig(other, buffers) != expected
+
+
+@pytest.mark.parametrize(("named", "text"), [
+    ({"w": np.zeros(1, "u1")}, "w: flodl has no code for dtype uint8"), ({"w": [1.0]}, "w: a list has no dtype"),
+    ([(0, np.zeros(1))], "name of a parameter or buffer, got int"),
+])
+def test_model_sigs_that_cannot_be(named, text):
+    with pytest.raises(TypeError, match=text):
+        ff.model_sig(named)
+    with pytest.raises(TypeError, match=text):
+        ff.model_sig({}, named)
 
 
 # -------------------------------------------------------------------------------------------------------------- salts

@@ -28,7 +28,7 @@ def bits(message):
 
 @pytest.mark.parametrize("case", golden_params("convert"))
 def test_convert_vectors(case):
-    message = ff.from_json("Control", case["msg"])
+    message = ff.from_json("Control", case["msg"], revision=case["revision"])
     if case["outcome"] == "error":
         with pytest.raises(ff.ReservedTargetError):
             ff.control_wire_to_msg(message)

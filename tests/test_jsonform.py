@@ -10,7 +10,7 @@ import pytest
 import reference as ref
 from conftest import golden_params, same
 from generate import messages
-from support import CODEC, KIND_OF, MESSAGE_FILES, drawn, one_of_each, oracle_form
+from support import KIND_OF, MESSAGE_FILES, codec_at, drawn, one_of_each, oracle_form
 
 import flodl_fast as ff
 
@@ -19,23 +19,24 @@ LR = {"LrUpdate": {"rank": 1, "lr": 0.5}}
 
 @pytest.mark.parametrize("case", golden_params(*MESSAGE_FILES))
 def test_json_vectors(case):
-    message = CODEC.decode_payload(case["kind"], bytes.fromhex(case["payload"]))
-    written = ff.to_json(message)
+    revision = case["revision"]
+    message = codec_at(revision).decode_payload(case["kind"], bytes.fromhex(case["payload"]))
+    written = ff.to_json(message, revision=revision)
     assert same(written, case["msg"])
     assert json.loads(json.dumps(written, allow_nan=False)) == written
     if "null" not in json.dumps(case["msg"]):
-        again = ff.from_json(case["kind"], case["msg"])
+        again = ff.from_json(case["kind"], case["msg"], revision=revision)
         assert again == message
         assert type(again) is type(message)
 
 
-def test_messages_of_every_kind_both_ways():
-    for kind, value in messages(41, 1000, entries=4, kinds=tuple(ref.SCHEMA)):
-        message = ff.from_json(kind, value)
+def test_messages_of_every_kind_both_ways(revision):
+    for kind, value in messages(41, 1000, entries=4, kinds=tuple(ref.SCHEMA), revision=revision):
+        message = ff.from_json(kind, value, revision=revision)
         assert KIND_OF[type(message)] == kind
-        assert same(oracle_form(message), (kind, value))
-        assert same(ff.to_json(message), ref.to_json(value))
-        assert CODEC.encode_payload(message) == ref.encode_payload(kind, value)
+        assert same(oracle_form(message, revision), (kind, value))
+        assert same(ff.to_json(message, revision=revision), ref.to_json(value))
+        assert codec_at(revision).encode_payload(message) == ref.encode_payload(kind, value, revision)
 
 
 def test_field_order_is_that_of_the_wire():
@@ -93,12 +94,12 @@ def test_kinds_without_messages(kind):
         ff.from_json(kind, LR)
 
 
-@pytest.mark.parametrize("revision", ["0.7", "0.9", None])
-def test_revisions_that_are_not_spoken(revision):
+@pytest.mark.parametrize("wrong", ["0.5", "0.9", None])
+def test_revisions_that_are_not_spoken(wrong):
     for call in (
-        lambda: ff.from_json("Timing", LR, revision=revision), lambda: ff.to_json(ff.SyncNow(), revision=revision),
+        lambda: ff.from_json("Timing", LR, revision=wrong), lambda: ff.to_json(ff.SyncNow(), revision=wrong),
     ):
-        with pytest.raises(ValueError, match=r"not supported; supported: 0\.6"):
+        with pytest.raises(ValueError, match=r"not supported; supported: 0\.6, 0\.7, 0\.8"):
             call()
 
 

@@ -117,9 +117,10 @@ def test_revisions_order_by_age():
 
 
 def test_supported_revisions():
-    assert supported_revision("0.6") is supported_revision(Revision.V0_6) is Revision.V0_6
+    for revision in Revision:
+        assert supported_revision(revision.value) is supported_revision(revision) is revision
     for wrong in ("0.5", "0.6.0", "", 0.6, None, []):
-        with pytest.raises(ValueError, match=r"not supported; supported: 0\.6"):
+        with pytest.raises(ValueError, match=r"not supported; supported: 0\.6, 0\.7, 0\.8"):
             supported_revision(wrong)
 
 

@@ -18,8 +18,8 @@ def bits(value):
     return struct.pack(">d", value).hex()
 
 
-MASSES = [p for p in golden_params("wire") if p.values[0]["op"] == "mass"]
-CEILINGS = [p for p in golden_params("wire") if p.values[0]["op"] == "frame_ceiling"]
+MASSES = [p for p in golden_params("wire", revisions=("0.6",)) if p.values[0]["op"] == "mass"]
+CEILINGS = [p for p in golden_params("wire", revisions=("0.6",)) if p.values[0]["op"] == "frame_ceiling"]
 
 
 @pytest.mark.parametrize("case", MASSES)

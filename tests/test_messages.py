@@ -8,14 +8,14 @@ import gc
 import pickle
 import weakref
 from enum import IntEnum
-from typing import get_args
 
 import pytest
 import reference as ref
-from support import CODEC, KIND_OF, UNIONS, Hook, bare, crate_name, one_of_each, oracle_form
+from support import CODEC, KIND_OF, UNIONS, Hook, bare, classes, crate_name, one_of_each, oracle_form
 
 import flodl_fast as ff
-from flodl_fast.layout import struct_of
+from flodl_fast.layout import struct_of, variants_of
+from flodl_fast.protocol import Revision
 
 EVERY = one_of_each(3)
 IDS = [type(message).__name__ for message in EVERY]
@@ -40,26 +40,33 @@ def as_oracle_type(shape):
         case "list":
             return ref.Vec(*inner)
         case "tuple":
-            return ref.Pair(*inner)
+            return ref.Tuple(tuple(inner))
         case "map":
             assert inner[0] == "text"
             return ref.Map(inner[1])
         case "enum":
             return ref.Enum({bare(member): ref.UNIT for member in shape.cls})
         case "struct":
-            return dict(zip(shape.names, inner, strict=True))
+            marked = (
+                part if since is None else ref.Since(since.value, part)
+                for part, since in zip(inner, shape.since, strict=True)
+            )
+            return dict(zip(shape.names, marked, strict=True))
     return shape.op
 
 
 @pytest.mark.parametrize("kind", UNIONS)
 def test_variants_stand_in_the_order_of_the_wire(kind):
-    assert [crate_name(cls) for cls in get_args(UNIONS[kind])] == list(ref.SCHEMA[kind].variants)
+    assert [crate_name(cls) for cls in classes(UNIONS[kind])] == list(ref.SCHEMAS["0.8"][kind].variants)
 
 
 @pytest.mark.parametrize("cls", KIND_OF, ids=lambda cls: cls.__name__)
 def test_fields_are_those_of_the_oracle(cls):
-    schema = ref.SCHEMA[KIND_OF[cls]]
+    schema = ref.MESSAGES[KIND_OF[cls]]
     expected = schema.variants[crate_name(cls)] if isinstance(schema, ref.Enum) else schema
+    if isinstance(expected, ref.Since):
+        assert (cls, Revision(expected.revision)) in variants_of(UNIONS[KIND_OF[cls]])
+        expected = expected.of
     fields = as_oracle_type(struct_of(cls))
     if isinstance(expected, ref.Enum) or list(expected) != list(fields):
         (fields,) = fields.values()  # the variant wraps a struct or an enum

@@ -1,4 +1,4 @@
-"""Messages against the published crate, live, and against the oracle: equal values, equal bytes, equal refusals."""
+"""Messages against the published crates, live, and against the oracle: equal values, equal bytes, equal refusals."""
 
 from __future__ import annotations
 

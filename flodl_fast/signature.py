@@ -1,0 +1,42 @@
+"""The signature of a model, by which the ranks of a 0.8 cluster know that they train the same one (docs/wire.md §7)."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["model_sig"]
+
+# The crate's codes of element types, by the name that NumPy, PyTorch and JAX all give them.
+_CODES = {"int32": 3, "int64": 4, "float16": 5, "float32": 6, "float64": 7, "bfloat16": 15}
+
+Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
+def model_sig(parameters: Named, buffers: Named = ()) -> bytes:
+    """The 32-byte signature of a model: its names, element types and shapes, but no values (docs/wire.md §7).
+
+    Args:
+        parameters: the named parameters in the order of their declaration, as a mapping or as (name, array) pairs;
+            anything with ``dtype`` and ``shape`` is an array, tensors of PyTorch and JAX included.
+        buffers: the named buffers, likewise.
+
+    Raises:
+        TypeError: a name that is no text, something without dtype and shape, or a dtype that flodl has no code for.
+    """
+    digest = hashlib.sha256()
+    for tag, named in ((b"P", parameters), (b"B", buffers)):
+        for name, array in named.items() if isinstance(named, Mapping) else named:
+            if not isinstance(name, str):
+                raise TypeError(f"expected the name of a parameter or buffer, got {type(name).__name__}")
+            try:
+                dtype, shape = str(array.dtype).rpartition(".")[2], tuple(array.shape)
+            except AttributeError:
+                raise TypeError(f"{name}: a {type(array).__name__} has no dtype and shape") from None
+            if dtype not in _CODES:
+                raise TypeError(f"{name}: flodl has no code for dtype {dtype}, it has {', '.join(_CODES)}")
+            digest.update(tag + name.encode() + b"\0")
+            digest.update(struct.pack(f"<iI{len(shape)}q", _CODES[dtype], len(shape), *shape))
+    return digest.digest()
