@@ -174,7 +174,8 @@ def _read(shape: Shape, value: Any, revision: Revision, where: str) -> Any:
         try:
             wide = float(value)
         except OverflowError:
-            raise EncodeError(f"{where}: an integer of {value.bit_length()} bits is too large for a float") from None
+            bits = int(value).bit_length()
+            raise EncodeError(f"{where}: an integer of {bits} bits is too large for a float") from None
         return wide if op == "f64" else _narrow(wide)
     if op == "str":
         _expect(isinstance(value, str), where, "text", value)

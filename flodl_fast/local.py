@@ -43,7 +43,7 @@ _LAST_PORT = 65535 - max(_PORTS)
 _PORT_ATTEMPTS = 100
 _ACCEPT_POLL = 0.1  # seconds until the listening thread sees that it is to end
 
-_OF_RANKS = (*get_args(wire.TimingMsg), wire.MetricsMsg)
+_OF_RANKS: tuple[type[wire.TimingMsg | wire.MetricsMsg], ...] = (*get_args(wire.TimingMsg), wire.MetricsMsg)
 
 _logger = logging.getLogger(__name__)
 

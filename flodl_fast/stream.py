@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar, overload
 
 from ._codec import is_strict
 from ._round import RoundMeter, TensorLayout
 from .errors import EncodeError, FlodlError, LimitError, TruncatedError
-from .frames import Codec
+from .frames import Codec, MuxRecord
+from .messages import Message
 from .protocol import LENGTH_PREFIX, MAX_PREFIX
+from .rounds import RoundFrame
 
 __all__ = ["FrameReader", "FrameWriter"]
 
 _KINDS = ("control", "round", "mux")
 
+Item = TypeVar("Item")
 
-class FrameReader:
+
+class FrameReader(Generic[Item]):
     """Takes the bytes of one stream in any pieces and gives its frames; belongs to one reader.
 
     Args:
@@ -31,6 +35,32 @@ class FrameReader:
         ValueError: another kind, a prefix with "mux", or another ``trailing``.
     """
 
+    @overload
+    def __init__(
+        self: FrameReader[Message],
+        codec: Codec,
+        kind: Literal["control"],
+        *,
+        prefixed: bool = False,
+        trailing: str = "ignore",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FrameReader[RoundFrame],
+        codec: Codec,
+        kind: Literal["round"],
+        *,
+        prefixed: bool = False,
+        trailing: str = "ignore",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FrameReader[MuxRecord], codec: Codec, kind: Literal["mux"], *, trailing: str = "ignore"
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FrameReader[Any], codec: Codec, kind: str, *, prefixed: bool = False, trailing: str = "ignore"
+    ) -> None: ...
     def __init__(self, codec: Codec, kind: str, *, prefixed: bool = False, trailing: str = "ignore") -> None:
         _check_kind(kind, prefixed)
         self._codec = codec
@@ -66,7 +96,7 @@ class FrameReader:
             self._start = 0
         self._buffer += memoryview(data).cast("B")
 
-    def next(self) -> Any:
+    def next(self) -> Item | None:
         """The next frame's message, round frame or mux record; None where more bytes are needed.
 
         Raises:
@@ -79,7 +109,7 @@ class FrameReader:
                 return None
             first = self._start + (LENGTH_PREFIX if self._prefixed else 0)
             with memoryview(self._buffer) as whole, whole[first : self._start + size] as frame:
-                item = self._decode(frame, trailing=self._trailing)
+                item: Item = self._decode(frame, trailing=self._trailing)
         except FlodlError as error:
             self._error = error
             raise
@@ -101,7 +131,7 @@ class FrameReader:
             self._error = error
             raise
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Item]:
         """The frames that are complete."""
         while (item := self.next()) is not None:
             yield item

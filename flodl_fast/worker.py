@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, SupportsFloat, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import messages as wire
 from ._round import arrays_of
@@ -34,9 +35,9 @@ NORM_EVERY = 10  # steps since the last average between two Batch messages with 
 NO_NORM = 1e-10  # up to here the crate takes parameters for zero, and their divergence is 0
 BLOCK = 1 << 16  # values per block of a norm: few enough to stay in the cache
 
-Arrays = tuple[np.ndarray, ...]
+Arrays = tuple[NDArray[np.float32], ...]
 
-_CONTROL = get_args(wire.ControlMsg)
+_CONTROL: tuple[type[wire.ControlMsg], ...] = get_args(wire.ControlMsg)
 
 _logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Plan:
         """The number of samples, appended ones included."""
         return sum(size for _, size in self.slices)
 
-    def batches(self, batch_size: int) -> Iterator[np.ndarray]:
+    def batches(self, batch_size: int) -> Iterator[NDArray[np.int64]]:
         """The plan's full batches; what is left at its end is dropped, as in the crate.
 
         Take a batch when its turn has come: slices that are appended meanwhile add batches. Ends early with the run.
@@ -79,14 +80,14 @@ class Plan:
         self._batch_size = batch_size
         return self._batches(batch_size)
 
-    def _batches(self, batch_size: int) -> Iterator[np.ndarray]:
+    def _batches(self, batch_size: int) -> Iterator[NDArray[np.int64]]:
         while self._worker.ended is None and self._taken + batch_size <= self.size:
             batch = self._positions(self._taken, batch_size)
             self._taken += batch_size
             self._worker._clock = time.perf_counter()
             yield batch
 
-    def _positions(self, start: int, count: int) -> np.ndarray:
+    def _positions(self, start: int, count: int) -> NDArray[np.int64]:
         """What stands from ``start`` on where the slices are put one after the other."""
         parts = []
         for offset, size in self.slices:
