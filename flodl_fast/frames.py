@@ -96,26 +96,32 @@ class Codec(FrameCodec):
 
     # -- round frames
 
-    def encode_round(self, frame: RoundFrame, *, elide: bool = False) -> bytes:
+    def encode_round(self, frame: RoundFrame, *, wire: str | None = None, elide: bool = False) -> bytes:
         """The whole round frame, as bytes.
 
         Args:
             frame: its tensors may have any strides and byte order; what is sent is their C-order values.
-            elide: send tensors of zeros without their data; no supported revision can.
+            wire: "bf16" sends every tensor as bfloat16 (0.7 on): float32 values are rounded to nearest, ties to even.
+                By default each travels in its own dtype.
+            elide: send tensors whose values are all +0.0 without their data (0.8 on).
 
         Raises:
-            EncodeError: weight, kind or sizes out of range, or ``elide``.
-            TypeError: a tensor that is not float32.
+            EncodeError: weight, kind or sizes out of range, or what this revision does not have: bfloat16, elision.
+            TypeError: a tensor that is neither float32 nor bfloat16.
+            ValueError: another ``wire``.
         """
-        return cast(bytes, self._encode_round(frame, elide, None, 0))
+        return cast(bytes, self._encode_round(frame, wire, elide, None, 0))
 
-    def encode_round_into(self, frame: RoundFrame, buffer: Buffer, offset: int = 0, *, elide: bool = False) -> int:
+    def encode_round_into(
+        self, frame: RoundFrame, buffer: Buffer, offset: int = 0, *, wire: str | None = None, elide: bool = False
+    ) -> int:
         """Write the round frame into a buffer; nothing is written unless all of it fits.
 
         Args:
             frame: as ``encode_round``.
             buffer: any writable, contiguous buffer.
             offset: where the frame is to start in it, in bytes.
+            wire: as ``encode_round``.
             elide: as ``encode_round``.
 
         Returns:
@@ -125,14 +131,14 @@ class Codec(FrameCodec):
             EncodeError: as ``encode_round``, or the buffer has too little room.
             TypeError: as ``encode_round``, or the buffer is read-only.
         """
-        return cast(int, self._encode_round(frame, elide, buffer, offset))
+        return cast(int, self._encode_round(frame, wire, elide, buffer, offset))
 
-    def _encode_round(self, frame: RoundFrame, elide: bool, buffer: Buffer | None, offset: int) -> bytes | int:
+    def _encode_round(
+        self, frame: RoundFrame, wire: str | None, elide: bool, buffer: Buffer | None, offset: int
+    ) -> bytes | int:
         if not isinstance(frame, RoundFrame):
             raise TypeError(f"expected a RoundFrame, got {type(frame).__name__}")
-        if elide:
-            raise EncodeError(f"revision {self.revision.value} cannot elide zero tensors")
-        return _round.encode_round(self, frame.tensors, frame.kind, frame.weight, buffer, offset)
+        return _round.encode_round(self, frame.tensors, frame.kind, frame.weight, wire, elide, buffer, offset)
 
     def decode_round(
         self,
@@ -148,25 +154,30 @@ class Codec(FrameCodec):
 
         Args:
             buffer: any contiguous buffer.
-            copy: True gives new, aligned, writable float32 arrays. False gives read-only views that keep the buffer
-                alive and, a bytearray, from being resized; wire data is rarely aligned, ``flags.aligned`` tells.
-            out: writable float32 arrays of the frame's shapes to decode into, which become the frame's tensors; on any
-                error they are as they were.
-            elided: what becomes of elided tensors, where a revision has them: "zeros".
+            copy: True gives new, aligned, writable arrays, of float32 or ``ml_dtypes.bfloat16``. False gives read-only
+                views that keep the buffer alive and, a bytearray, from being resized; wire data is rarely aligned,
+                ``flags.aligned`` tells.
+            out: writable arrays of the frame's dtypes and shapes to decode into, which become the frame's tensors; a
+                float32 array takes a bfloat16 tensor widened. On any error they are as they were.
+            elided: what becomes of tensors that came without data (0.8 on): "zeros", or "keep" for an Elided.
             finite: refuse a NaN or an infinity.
             trailing: as ``decode``; what may be left is after the frame.
 
         Raises:
             DecodeError: TruncatedError, BadMagicError, LimitError, UnknownKindError, TensorError (for the weight),
-                AuthenticationError, TrailingDataError, TensorError (for the tensors), in this order of checks.
+                AuthenticationError, TrailingDataError, TensorError (for the tensors: a shape that its bytes do not
+                fill, or a dtype or elision that this revision does not have), LimitError (for elided zeros above
+                ``frame_ceiling``), in this order of checks.
             TypeError, ValueError: arrays in ``out`` that cannot be written, or keywords that contradict each other.
         """
-        if elided != "zeros":
-            raise ValueError(f'elided must be "zeros" at revision {self.revision.value}, got {elided!r}')
-        if out is not None and not copy:
-            raise ValueError("copy=False and out= contradict each other")
+        if elided not in ("zeros", "keep"):
+            raise ValueError(f'elided must be "zeros" or "keep", got {elided!r}')
+        if out is not None and (not copy or elided == "keep"):
+            raise ValueError(f"{'elided=keep' if copy else 'copy=False'} and out= contradict each other")
         frame = RoundFrame(())
-        frame.tensors, frame.kind, frame.weight = _round.decode_round(self, buffer, copy, out, finite, trailing)
+        frame.tensors, frame.kind, frame.weight = _round.decode_round(
+            self, buffer, copy, out, elided == "keep", finite, trailing
+        )
         return frame
 
     # -- mux records
