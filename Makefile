@@ -98,9 +98,10 @@ bench-gate: $(VENV)/.with-bench ## compare the working tree's speeds with a revi
 	@test -n "$(BASE)" || { echo 'Name the revision to compare with: make bench-gate BASE=HEAD~1' >&2; exit 1; }
 	$(BIN)/python -m benchmarks.gate --base $(BASE)
 
-lint: $(VENV)/.with-dev ## ruff, mypy, and the stubs against the compiled modules
+lint: $(VENV)/.with-dev ## ruff, mypy, pyright, and the stubs against the compiled modules
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/python -m mypy.stubtest flodl_fast._codec flodl_fast._round
 
 dist: $(VENV)/.with-dev ## an sdist, and a wheel built from it, in dist/
@@ -116,7 +117,7 @@ $(MADE):
 
 $(BUILT): $(MADE) $(SOURCES)
 	rm -f $(VENV)/.built-*
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable .
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --config-settings editable_mode=compat --editable .
 	touch $@
 
 # The package is installed already, so that pip adds only what the extra of that name asks for.

@@ -91,7 +91,7 @@ class _Link(net.Link, asyncio.Protocol):
         _wake(self._reader)
         return True  # The other direction may go on.
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self._ended = True
         _wake(self._reader)
         _wake(self._writer)
