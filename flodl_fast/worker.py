@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, SupportsFloat, Union, get_args
+from typing import Any, SupportsFloat, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import messages as wire
-from ._round import arrays_of
 from .channel import Address, ControlChannel, DataChannel
 from .convert import NewNcclSession, ShutdownWithSave, control_wire_to_msg
 from .environment import Environment
 from .errors import ChannelClosed, ChannelError
 from .frames import Codec
+from .model import Arrays, Model, norm
 from .net import Deadlines
 from .protocol import BF16_SINCE, Revision, RoundKind
 from .rounds import frame_ceiling, gamma_mass, mover_mass
-from .signature import dtype_name, model_sig
 
 __all__ = ["Plan", "Worker"]
 
@@ -34,12 +34,8 @@ HEARTBEAT = 1.0  # seconds between two beacons
 NORM_EVERY = 10  # steps since the last average between two Batch messages with a parameter norm
 NO_NORM = 1e-10  # up to here the crate takes parameters for zero, and their divergence is 0
 SAMPLE_EVERY = 0.5  # seconds between two samples of resources at least
-BLOCK = 1 << 16  # values per block of a norm: few enough to stay in the cache
 
-Arrays = tuple[np.ndarray, ...]
-Tensors = Union[Mapping[str, Any], Iterable[Any]]
-
-_CONTROL = get_args(wire.ControlMsg)
+_CONTROL: tuple[type[wire.ControlMsg], ...] = get_args(wire.ControlMsg)
 
 _logger = logging.getLogger(__name__)
 
@@ -65,7 +61,7 @@ class Plan:
         """The number of samples, appended ones included."""
         return sum(size for _, size in self.slices)
 
-    def batches(self, batch_size: int) -> Iterator[np.ndarray]:
+    def batches(self, batch_size: int) -> Iterator[NDArray[np.int64]]:
         """The plan's full batches; what is left at its end is dropped, as in the crate.
 
         Take a batch when its turn has come: slices that are appended meanwhile add batches. Ends early with the run.
@@ -82,14 +78,14 @@ class Plan:
         self._batch_size = batch_size
         return self._batches(batch_size)
 
-    def _batches(self, batch_size: int) -> Iterator[np.ndarray]:
+    def _batches(self, batch_size: int) -> Iterator[NDArray[np.int64]]:
         while self._worker.ended is None and self._taken + batch_size <= self.size:
             batch = self._positions(self._taken, batch_size)
             self._taken += batch_size
             self._worker._clock = time.perf_counter()
             yield batch
 
-    def _positions(self, start: int, count: int) -> np.ndarray:
+    def _positions(self, start: int, count: int) -> NDArray[np.int64]:
         """What stands from ``start`` on where the slices are put one after the other."""
         parts = []
         for offset, size in self.slices:
@@ -112,19 +108,21 @@ class Worker:
 
     Args:
         params: the model's parameters: writable float32 arrays, of the same shapes and order at all ranks. NumPy
-            arrays, CPU tensors of PyTorch (``model.parameters()`` as it is), or anything with writable memory by
-            buffer protocol or, from NumPy 2.1 on, DLPack. Their memory is shared and never replaced: train them in
-            place. A mapping gives their names, too (``dict(model.named_parameters())``), which 0.8 compares.
+            arrays, tensors of PyTorch (``model.parameters()`` as it is), CUDA arrays, or anything with writable memory
+            by buffer protocol or, from NumPy 2.1 on, DLPack. They are never replaced: train them in place. A mapping
+            gives their names, too, which 0.8 compares. Or all of a model at once: ``flodl_fast.torch.Model(module)``,
+            ``flodl_fast.jax.Model(tree)``.
         rank: the rank to be.
         world: the number of ranks of the cluster.
         codec: the Codec of the cluster.
-        data, control: (host, port) of the relay's two loopback ports, or both of the controller's port; or
-            connected sockets.
+        data: (host, port) of the relay's data port on loopback, or of the controller's port; or a connected socket.
+        control: the same for the relay's control port, or the controller's again.
         host: None through a relay; where the controller is dialled, the name of a host of which this is the rank.
         buffers: float32 arrays that are no parameters, such as running statistics, averaged over the ranks that
-            have trained. Those of other dtypes stay local: leave them out of a list; a mapping has all, by name.
+            have trained. Those of other dtypes stay local: leave them out of a list; a mapping has all, by name. None
+            beside a Model.
         model_sig: what a rank of 0.8 tells of its model, and all ranks must tell the same: the 32 bytes of
-            ``flodl_fast.model_sig``; if None, made of the mappings. Not told before 0.8.
+            ``flodl_fast.model_sig``; if None, a Model's or that of the mappings. Not told before 0.8.
         formation: begin with rank 0's values everywhere. All ranks of a cluster must agree on it: those of the
             crate's own trainer always do it, and where some do and others do not, both wait for ever.
         gamma: the cluster's exponent of work: parameters count with steps ** gamma.
@@ -145,8 +143,11 @@ class Worker:
             the last time is 500 ms ago.
 
     Attributes:
-        rank, world: as given.
-        params, buffers: the arrays in use, as tuples; they share the caller's memory.
+        rank: as given.
+        world: as given.
+        params: float32 arrays on the host, as a tuple: the caller's own memory, or, of tensors elsewhere, their values
+            at the last average.
+        buffers: likewise.
         steps: the number of steps so far.
         ended: None while the run goes on, then what ended it: a Shutdown, a ShutdownWithSave with its SaveReason, or
             an exception.
@@ -163,7 +164,7 @@ class Worker:
 
     def __init__(
         self,
-        params: Tensors,
+        params: Mapping[str, Any] | Iterable[Any] | Model,
         *,
         rank: int,
         world: int,
@@ -171,7 +172,7 @@ class Worker:
         data: Address | socket.socket,
         control: Address | socket.socket,
         host: str | None = None,
-        buffers: Tensors = (),
+        buffers: Mapping[str, Any] | Iterable[Any] = (),
         model_sig: bytes | None = None,
         formation: bool = True,
         gamma: float = 1.0,
@@ -201,7 +202,7 @@ class Worker:
         self._on_shutdown_save = on_shutdown_save
         self._on_message = on_message
         self._resources = resources
-        self._samples = resources is not None and sample_resources and not codec.revision < Revision.V0_7
+        self._samples = sample_resources and not codec.revision < Revision.V0_7
         self._sampled = -math.inf
         self._deadlines = deadlines or Deadlines()
         self._plans: deque[Plan] = deque()
@@ -214,11 +215,11 @@ class Worker:
         self._throttled = False
         self._epoch_role: int | None = None
         self._last_epoch: int | None = None
-        buffers = _given("buffers", buffers)
-        self._model = _Model(params, buffers, gamma, alpha, "bf16" if bf16_wire else None)
+        model = Model.of(params, buffers)
+        signature = _signature(codec.revision, model_sig or model.sig)
         if bf16_wire and codec.revision < BF16_SINCE:
             raise ValueError(f"revision {codec.revision.value} has no bf16_wire, which came with {BF16_SINCE.value}")
-        signature = None if codec.revision < Revision.V0_8 else model_sig or _signature(params, buffers)
+        self._model = _Averaging(model, gamma, alpha, "bf16" if bf16_wire else None)
         self._stop = threading.Event()
         with ExitStack() as opened:
             self._data = opened.enter_context(
@@ -238,46 +239,47 @@ class Worker:
     @classmethod
     def from_env(
         cls,
-        params: Tensors,
+        params: Mapping[str, Any] | Iterable[Any] | Model,
         *,
-        buffers: Tensors = (),
+        buffers: Mapping[str, Any] | Iterable[Any] = (),
         environment: Environment | None = None,
         **options: Any,
     ) -> Worker:
         """The rank that a flodl launcher, or ``python -m flodl_fast join``, has started this process to be.
 
         Args:
-            params, buffers: as for ``Worker``.
+            params: as for ``Worker``.
+            buffers: as for ``Worker``.
             environment: what ``Environment.read()`` gives, read here if None.
             options: the keywords of ``Worker`` from ``model_sig`` on.
 
         Raises:
             ValueError: as ``Environment.read``.
-            As ``Worker``.
+            TypeError, ValueError, ChannelError, DecodeError: as ``Worker``.
         """
         env = environment or Environment.read()
-        params, buffers = _given("params", params), _given("buffers", buffers)
-        arrays = _writable("params", params) + _writable("buffers", buffers)
+        model = Model.of(params, buffers)
         options.setdefault("sample_resources", env.rank_resources)
         return cls(
-            params,
+            model,
             rank=env.rank,
             world=env.world,
-            codec=Codec(env.salt, env.revision, frame_ceiling=frame_ceiling(sum(array.nbytes for array in arrays))),
+            codec=Codec(env.salt, env.revision, frame_ceiling=frame_ceiling(model.nbytes)),
             data=env.data,
             control=env.control,
             host=f"{env.host}/{env.rank}" if env.direct else None,
-            buffers=buffers,
             **options,
         )
 
     @property
     def params(self) -> Arrays:
-        return self._model.params
+        """The parameters in use."""
+        return self._model.params.arrays
 
     @property
     def buffers(self) -> Arrays:
-        return self._model.buffers
+        """The float buffers in use."""
+        return self._model.buffers.arrays
 
     # -- training
 
@@ -294,8 +296,9 @@ class Worker:
         Raises:
             ChannelClosed: coordinator or relay are gone without a Shutdown, or the worker has been closed.
             ChannelError, DecodeError: as ``ControlChannel.recv`` and ``DataChannel.all_reduce``.
-            Whatever a callback raises, those for checkpoints and evaluations excepted.
-            After any error the worker is closed.
+            Exception: whatever a callback raises, those for checkpoints and evaluations excepted.
+
+        After any error the worker is closed.
         """
         while (plan := self._next_plan()) is not None:
             yield plan
@@ -324,7 +327,7 @@ class Worker:
         Raises:
             RuntimeError: no plan is being trained, or the batch's size is not known.
             TypeError, ValueError: a value that is no number; nothing was reported.
-            As ``plans``.
+            ChannelError, DecodeError: as ``plans``.
         """
         self._check()
         if self.ended is not None:
@@ -356,7 +359,7 @@ class Worker:
         ``step`` and ``plans`` do so. Call it where neither is called for long, and the other ranks need not wait.
 
         Raises:
-            As ``plans``.
+            ChannelError, DecodeError: as ``plans``.
         """
         self._check()
         with self._ending_on_error():
@@ -364,7 +367,12 @@ class Worker:
                 pass
 
     def log(self, name: str, value: float) -> None:
-        """Add a value to a scalar of the next report; the cohort's mean comes back in ``epoch_metrics``."""
+        """Add a value to a scalar of the next report; the cohort's mean comes back in ``epoch_metrics``.
+
+        Args:
+            name: the scalar's name.
+            value: the value; the report carries the sum and the number of them.
+        """
         total, count = self._scalars.get(name, (0.0, 0))
         self._scalars[name] = (total + float(value), count + 1)
 
@@ -394,7 +402,9 @@ class Worker:
 
         Args:
             port: the port to serve the dashboard at.
-            svg, label, hash: a drawing of the model, its caption, and a hash that tells one model from another.
+            svg: a drawing of the model; without it ``label`` and ``hash`` are not told either.
+            label: its caption.
+            hash: what tells one model from another.
             metadata: JSON text to show.
             hardware: this rank's hardware in words.
 
@@ -537,6 +547,7 @@ class Worker:
 
     def _average(self) -> None:
         steps = self._since_average
+        self._model.pull()
         self._send(wire.SnapshotReady(self.rank))
         divergence, after, before = self._model.average(self._data, steps)
         self._since_average -= steps
@@ -617,52 +628,55 @@ class _Tally:
         )
 
 
-class _Model:
-    """The arrays that a rank averages, and the crate's arithmetic for it."""
+class _Averaging:
+    """The crate's arithmetic of averaging, on the model of a rank."""
 
-    def __init__(
-        self, params: Tensors, buffers: Tensors, gamma: float, alpha: float | None, wire: str | None
-    ) -> None:
+    def __init__(self, model: Model, gamma: float, alpha: float | None, wire: str | None) -> None:
         if alpha is not None and not 0 < alpha <= 1:
             raise ValueError(f"alpha must be above 0 and at most 1, got {alpha}")
-        self.params = _writable("params", params)
-        self.buffers = _writable("buffers", buffers)
-        if not self.params:
-            raise ValueError("a worker needs at least one parameter")
+        self.params = model.params
+        self.buffers = model.buffers
         self._gamma = gamma
         self._alpha = alpha
-        self._wire = wire
         # Adoption waits until both rounds have succeeded, and a reply lies in the channel's memory only until the next
-        # round: that of the parameters is kept where buffers follow. So is what came in bfloat16, as float32.
-        self._kept_params = _like(self.params) if self.buffers or wire else None
-        self._kept_buffers = _like(self.buffers) if wire else None
+        # round: that of the parameters is kept where buffers follow. So is what comes in bfloat16, as float32.
+        self._wire = wire
+        self._kept_params = _like(model.params.arrays) if len(model.buffers) or wire else None
+        self._kept_buffers = _like(model.buffers.arrays) if wire else None
 
     def norm(self) -> float:
-        return _norm(self.params)
+        return self.params.norm()
 
     def form(self, data: DataChannel) -> None:
         """Take rank 0's values."""
-        for arrays in (self.params, self.buffers):
-            if arrays:
-                data.broadcast(arrays, root=0, out=arrays)
+        self.pull()
+        for tensors in (self.params, self.buffers):
+            if len(tensors):
+                tensors.adopt(data.broadcast(tensors.arrays, root=0, view=True).tensors)
+
+    def pull(self) -> None:
+        """Begin to take the model's values, for ``average``; those of tensors elsewhere are on their way then."""
+        self.params.pull()
+        self.buffers.pull()
 
     def average(self, data: DataChannel, steps: int) -> tuple[float, float, float]:
         """Join the cohort's rounds with so many steps of work and adopt what comes of them.
 
-        On any error the arrays are as they were.
+        On any error the tensors are as they were.
 
         Returns:
             The relative distance of the average from the parameters before, its norm, and theirs.
         """
-        params: Arrays = self.params
-        buffers: Arrays = self.buffers
-        if data.gather(steps).any():
-            params = self._reduce(data, params, gamma_mass(steps, self._gamma), self._kept_params)
+        trained = data.gather(steps).any()
+        params = own = self.params.arrays
+        buffers = self.buffers.arrays
+        if trained:
+            params = self._reduce(data, own, gamma_mass(steps, self._gamma), self._kept_params)
             if buffers:
                 buffers = self._reduce(data, buffers, mover_mass(steps), self._kept_buffers)
-        before, after, distance = _norm(self.params), _norm(params), _norm(self.params, params)
-        _adopt(self.params, params, self._alpha)
-        _adopt(self.buffers, buffers, None)
+        before, after, distance = norm(own), norm(params), norm(own, params)
+        self.params.adopt(params, self._alpha)
+        self.buffers.adopt(buffers)
         return distance / after if after > NO_NORM else 0.0, after, before
 
     def _reduce(self, data: DataChannel, arrays: Arrays, mass: float, out: Arrays | None) -> Arrays:
@@ -678,66 +692,16 @@ def _like(arrays: Arrays) -> Arrays:
     return tuple(np.empty(array.shape, np.float32) for array in arrays)
 
 
-def _adopt(arrays: Arrays, averages: Arrays, alpha: float | None) -> None:
-    for array, average in zip(arrays, averages, strict=True):
-        if average is array:
-            continue
-        if alpha is not None:
-            average = (average - array) * np.float32(alpha) + array
-        np.copyto(array, average)
-
-
-def _norm(arrays: Arrays, others: Arrays | None = None) -> float:
-    """The L2 norm of all values, or of their differences to others; squares are added up in float64."""
-    total = 0.0
-    for i, array in enumerate(arrays):
-        values = array.reshape(-1)
-        minus = None if others is None else others[i].reshape(-1)
-        for start in range(0, values.size, BLOCK):
-            block = values[start : start + BLOCK]
-            if minus is not None:
-                block = block - minus[start : start + BLOCK]
-            total += float(np.dot(block, block))
-    return math.sqrt(total)
-
-
-def _given(what: str, tensors: Tensors) -> Mapping[str, Any] | Arrays:
-    """These tensors in a form that can be gone through more than once: the mapping, or the arrays."""
-    return tensors if isinstance(tensors, Mapping) else _writable(what, tensors)
-
-
-def _writable(what: str, tensors: Tensors) -> Arrays:
-    """The arrays that share their memory with these tensors; PyTorch's are taken out of their graph.
-
-    Of a mapping of buffers those in float32.
-    """
-    if hasattr(tensors, "__dlpack__"):
-        raise TypeError(f"{what}: expected several tensors, got one {type(tensors).__name__}")
-    if isinstance(tensors, Mapping):
-        tensors = [t for t in tensors.values() if what != "buffers" or dtype_name(t) == "float32"]
-    tensors = [t.detach().numpy() if hasattr(t, "detach") else t for t in tensors]
-    for i, tensor in enumerate(tensors):
-        if hasattr(tensor, "dtype") and dtype_name(tensor) != "float32":
-            raise TypeError(f"{what}: tensor {i}: expected float32, got {dtype_name(tensor)}")
-    try:
-        arrays = arrays_of(tensors)
-    except TypeError as error:
-        raise TypeError(f"{what}: {error}") from None
-    for i, array in enumerate(arrays):
-        if not array.flags.writeable:
-            raise TypeError(f"{what}: tensor {i} is read-only, and averages are written into it")
-    return arrays
-
-
-def _signature(params: Tensors, buffers: Tensors) -> bytes:
-    """The signature of a model whose names are known."""
-    for what, tensors in (("params", params), ("buffers", buffers)):
-        if not isinstance(tensors, Mapping) and tensors != ():
-            raise ValueError(
-                f"revision 0.8 compares the models of all ranks by their names: give {what} as a mapping of names to "
-                "arrays, such as dict(model.named_parameters()), or model_sig="
-            )
-    return model_sig(params, buffers)
+def _signature(revision: Revision, model_sig: bytes | None) -> bytes | None:
+    """What the rank tells of its model."""
+    if revision < Revision.V0_8:
+        return None
+    if model_sig is None:
+        raise ValueError(
+            f"revision {revision.value} compares the models of all ranks by their names: give parameters (and buffers) "
+            "as mappings of names to arrays, such as dict(model.named_parameters()), or as a Model, or give model_sig="
+        )
+    return model_sig
 
 
 def _attempt(name: str, callback: Callable[[int], Any] | None, argument: int) -> tuple[Any, float, str | None]:

@@ -33,7 +33,7 @@ AGENT = [sys.executable, "-m", "flodl_fast", "join"]
 class LocalStack:
     """LocalCluster with the options and the output of `peer stack`."""
 
-    def __init__(self, *options: Any, revision: str = "0.6") -> None:
+    def __init__(self, *options: Any, revision: str = "0.6", dial_in: float | None = None) -> None:
         self.codec = ff.Codec(SALT, revision)
         parser = argparse.ArgumentParser()
         parser.add_argument("--hosts", default="0,1")
@@ -44,7 +44,7 @@ class LocalStack:
         self.world = args.hosts.replace(";", ",").count(",") + 1
         self._cluster = LocalCluster(
             self.world, args.samples, args.batch, args.epochs, salt=SALT, revision=revision,
-            heartbeat_timeout=args.heartbeat_timeout,
+            heartbeat_timeout=args.heartbeat_timeout, dial_in=dial_in,
         )  # fmt: skip
 
     def options(self, rank: int, direct: bool = False) -> dict[str, Any]:
@@ -109,18 +109,27 @@ class Trained:
 
 
 def train(
-    options: dict[str, Any], batch: int = 32, pause: float = 0.0, tensors: int = 2, in_step: bool = False, **more: Any
+    options: dict[str, Any],
+    batch: int = 32,
+    pause: float = 0.0,
+    tensors: int = 2,
+    in_step: bool = False,
+    size: int = 6,
+    seen: Trained | None = None,
 ) -> Trained:
     """A rank's plain loop: its model starts at its number and gains 0.5 a batch, its loss is its number.
 
+    The first of its tensors has ``size`` values, ``options`` are the worker's, and ``seen`` is filled as it goes on.
+
     In step, it waits for an average after each batch. Where all ranks do so, and have as many batches, no outcome
     depends on who is faster: the crate may otherwise see the ranks' reports before their batches, and begin the next
-    epoch first. What is more is for the Worker.
+    epoch first.
     """
-    seen = Trained()
+    seen = seen or Trained()
     rank = options["rank"]
-    seen.params = [np.full(6, rank, np.float32), np.full((2, 3), -rank, np.float32)][:tensors]
-    with Worker(named(seen.params), formation=False, on_message=seen.messages.append, **options, **more) as worker:
+    seen.params = [np.full(size, rank, np.float32), np.full((2, 3), -rank, np.float32)][:tensors]
+    options = {"formation": False, **options}
+    with Worker(named(seen.params), on_message=seen.messages.append, **options) as worker:
         for plan in worker.plans():
             for picks in plan.batches(batch):
                 seen.picks.setdefault(plan.epoch, []).extend(picks.tolist())

@@ -119,10 +119,15 @@ class Stack:
     """`peer stack`: the crate's controller, coordinator and relays, in one process."""
 
     def __init__(
-        self, binary: Path, *options: Any, revision: str = "0.6", env: dict[str, str] | None = None
+        self,
+        binary: Path,
+        *options: Any,
+        revision: str = "0.6",
+        env: dict[str, str] | None = None,
+        max_secs: int = 60,
     ) -> None:
         self.codec = ff.Codec(SALT, revision)
-        command = [str(binary), "stack", "--salt", SALT.hex(), "--max-secs", "60", *map(str, options)]
+        command = [str(binary), "stack", "--salt", SALT.hex(), "--max-secs", str(max_secs), *map(str, options)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
         )
@@ -224,6 +229,29 @@ def peer_rank(binary: Path, stack: Any, rank: int, size: int, wire: str | None, 
         "--model-sig", ff.model_sig(named([model])).hex(), *(["--bf16"] if wire else []), *options,
     ]  # fmt: skip
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def ask_for_an_average(
+    coordinator: Coordinator, worker: Worker, others: list[list[ff.RoundFrame]]
+) -> tuple[ff.SyncAck, list[ff.RoundFrame]]:
+    """RequestParams served, the other ranks giving these frames to each round; the SyncAck and what the worker sent."""
+    acks: list[ff.SyncAck] = []
+    coordinator.send(ff.RequestParams())
+    done = Running(until, lambda: worker.serve() or acks)
+    assert coordinator.receive() == ff.SnapshotReady(0)
+    sent = [coordinator.round(*frames) for frames in others]
+    acks.append(coordinator.receive())
+    done.result()
+    return acks[0], sent
+
+
+def stepped(coordinator: Coordinator, worker: Worker, steps: int) -> list[ff.Batch]:
+    """So many steps of one sample; what the worker reported of them."""
+    coordinator.plan(0, 0, steps)
+    plan = next(worker.plans())
+    for _ in plan.batches(1):
+        worker.step(0.5)
+    return [coordinator.receive() for _ in range(steps)]
 
 
 def half_a_batch(params: list[np.ndarray]) -> None:

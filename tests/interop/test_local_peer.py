@@ -119,7 +119,8 @@ def test_ranks_of_the_crate_and_ours_together(stack, peer_build, revision, wire)
     with stack("--hosts", "0;1;2", "--samples", 96, revision=revision) as running:
         theirs = peer_rank(peer_build(revision), running, 1, 6, wire)
         # Its model is one tensor, and so is ours here.
-        ours = [start(running.options(rank), tensors=1, in_step=True, bf16_wire=wire == "bf16") for rank in (0, 2)]
+        options = [{**running.options(rank), "bf16_wire": wire == "bf16"} for rank in (0, 2)]
+        ours = [start(its, tensors=1, in_step=True) for its in options]
         ours = [rank.result() for rank in ours]
         end = json.loads(theirs.communicate(timeout=WAIT)[0])
         done = running.lines()[-1]
