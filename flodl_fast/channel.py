@@ -372,7 +372,8 @@ class DataChannel(_Channel):
         Raises:
             As ``all_reduce``.
         """
-        return self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0).tensors[0]
+        slots: np.ndarray = self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0).tensors[0]
+        return slots
 
     # -- the serving side
 
