@@ -415,8 +415,8 @@ class DataChannel(_Channel):
         Raises:
             EncodeError, TensorError, TypeError, ValueError, ChannelError, DecodeError: as ``all_reduce``.
         """
-        values: np.ndarray = self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0).tensors[0]
-        return values
+        slots: np.ndarray = self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0).tensors[0]
+        return slots
 
     # -- the serving side
 
