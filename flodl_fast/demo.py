@@ -259,7 +259,7 @@ class Tap(socketserver.ThreadingTCPServer):
         if prefix:
             started = thread_time()
             if leg.endswith("data"):
-                converted = self._codec.encode_round(self._codec.decode_round(data))
+                converted = self._codec.encode_round(self._codec.decode_round(data, elided="keep"))
             else:
                 converted = self._codec.encode(self._codec.decode(data))
             seconds = thread_time() - started

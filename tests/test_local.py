@@ -293,7 +293,8 @@ def test_metrics_of_several_reports_a_rank():
 @pytest.mark.parametrize("newer", [Revision.V0_7, Revision.V0_8])
 def test_metrics_of_each_rank_from_0_7_on(newer):
     reports = [
-        ff.MetricsMsg(0, 5, 2.0, 3, 10.0, 30), ff.MetricsMsg(0, 5, 4.0, 1, 30.0, 10), ff.MetricsMsg(2, 5, 1.0, 6, 1.0, 60),
+        ff.MetricsMsg(0, 5, 2.0, 3, samples_processed=30), ff.MetricsMsg(0, 5, 4.0, 1, samples_processed=10),
+        ff.MetricsMsg(2, 5, 1.0, 6, samples_processed=60),
     ]  # fmt: skip
     metrics = aggregate_metrics(5, 3, reports, revision=newer)
     assert (metrics.per_rank_loss, metrics.per_rank_samples) == ([(3 * 2.0 + 4.0) / 4, None, 1.0], [40, 0, 60])
@@ -632,7 +633,7 @@ def test_worker_from_the_environment():
 
 
 def test_a_run_of_each_revision_in_bf16(revision):
-    """Workers of the environment; at 0.7 and 0.8 in bfloat16, whose values are rounded before and after the division."""
+    """Workers of the environment; at 0.7 and 0.8 in bfloat16, rounded before and after the division."""
     wire = revision != "0.6"
 
     def life(rank: int) -> np.ndarray:

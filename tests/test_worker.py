@@ -1001,7 +1001,7 @@ def test_0_8_wants_the_names_of_a_model(options, revision):
 
 
 def test_bf16_wire_is_not_of_0_6():
-    with pytest.raises(ValueError, match="revision 0.6 has no bf16_wire, which came with 0.7"):
+    with pytest.raises(ValueError, match=r"revision 0.6 has no bf16_wire, which came with 0.7"):
         Worker(PARAMS, rank=0, world=1, codec=CODEC, data=("127.0.0.1", 1), control=("127.0.0.1", 1), bf16_wire=True)
 
 
