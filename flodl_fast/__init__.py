@@ -29,6 +29,7 @@ from .local import LocalCluster
 from .messages import *  # noqa: F403
 from .protocol import MsgKind, MuxKind, Revision, RoundKind
 from .rounds import (
+    Elided,
     RoundFold,
     RoundFrame,
     TensorLayout,
@@ -49,6 +50,7 @@ __all__ = [
     "Codec",
     "ControlChannel",
     "DataChannel",
+    "Elided",
     "Environment",
     "FrameReader",
     "FrameWriter",
