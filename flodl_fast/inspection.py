@@ -61,6 +61,7 @@ _CHANNELS = {
 
 _COMMON = MAGIC_CONTROL_FRAME.to_bytes(4, "little")[1:]  # the last three bytes of every magic
 _HELLOS = ("control hello", "data hello")
+_PREFIXED = ("control", "round")  # what a length prefix may stand before
 _WAYS = {  # which way a frame of this kind always goes
     "Timing": Direction.UP,
     "Metrics": Direction.UP,
@@ -558,7 +559,7 @@ class Finder:
             if len(head) < _MAGIC:
                 return None
             form = self._inspector.forms.get(_u32(head))
-            if form is not None:
+            if form is not None and (not prefixed or form.name in _PREFIXED):
                 return form, prefixed
         raise BadMagicError(
             f"no frame starts with the bytes {data[: LENGTH_PREFIX + _MAGIC].hex()}, with or without a length prefix"
@@ -657,7 +658,7 @@ class _Flow:
                 if start < prefix or (prefix == 0 and self._connection.framing == "prefixed"):
                     continue
                 try:
-                    place = finder.find(self._data[start - prefix : start + CONTROL_HEADER])
+                    place = finder.find(self._data[start - prefix : start + MUX_HEADER])
                 except DecodeError:
                     continue
                 if place is not None and (prefix == 0 or self._fits(place, start)):
