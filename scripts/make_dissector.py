@@ -79,7 +79,7 @@ def made() -> str:
     for family, (kind, union) in PAYLOADS.items():
         number = "nil" if kind is None else str(int(kind))
         prefix = family.lower()
-        if not _by_name(family, max(protocol.Revision)).get(None) is None:
+        if _by_name(family, max(protocol.Revision)).get(None) is not None:
             body = f'fields = {{{tables.body(struct_of(union), prefix)}}}'
         else:
             variants = _by_name(family, max(protocol.Revision))

@@ -15,7 +15,7 @@ class Talk:
     Sequence numbers are counted on by themselves; ``at=`` puts data elsewhere in the stream.
     """
 
-    def __init__(self, client=("10.0.0.1", 40000), server=("10.0.0.2", 7000), first=(1000, 0xFFFFFFF0)):
+    def __init__(self, client=("10.0.0.1", 40000), server=("10.0.0.2", 3999), first=(1000, 0xFFFFFFF0)):
         self.ends = (client, server)
         self.first = first
         self.sent = [0, 0]
@@ -43,7 +43,10 @@ class Talk:
         (source, source_port), (target, target_port) = self.ends if up else self.ends[::-1]
         if sequence is None:
             sequence = self.first[0 if up else 1] + 1 + self.sent[0 if up else 1]
-        tcp = struct.pack(">HHIIBBHHH", source_port, target_port, sequence & 0xFFFFFFFF, 0, 0x50, flags, 512, 0, 0) + data
+        other = 1 if up else 0
+        ack = self.first[other] + 1 + self.sent[other] if flags & ACK else 0
+        numbers = (sequence & 0xFFFFFFFF, ack & 0xFFFFFFFF)
+        tcp = struct.pack(">HHIIBBHHH", source_port, target_port, *numbers, 0x50, flags, 512, 0, 0) + data
         source, target = ip_address(source), ip_address(target)
         if source.version == 4:
             head = struct.pack(">BBHHHBBH", 0x45, 0, 20 + len(tcp), 0, 0x4000, 64, 6, 0)

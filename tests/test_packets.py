@@ -377,9 +377,9 @@ def test_the_crate_through_its_relays(name, revision, frames):
     # What a rank sends its relay passes on: once on either leg.
     inner = sorted(str(e.inner.message) for e in entries if e.inner is not None and e.inner.kind == "Timing")
     assert inner == sorted(str(e.message) for e in entries if e.kind == "Timing")
-    weights = [e.fields["weight"] for e in entries if e.frame == "round" and e.direction is Direction.UP and e.kind == "Model"]
-    replies = {e.fields["weight"] for e in entries if e.frame == "round" and e.direction is Direction.DOWN and e.kind == "Model"}
-    assert replies == {sum(weights)}
+    model = [entry for entry in entries if entry.frame == "round" and entry.kind == "Model"]
+    weights = [entry.fields["weight"] for entry in model if entry.direction is Direction.UP]
+    assert {entry.fields["weight"] for entry in model if entry.direction is Direction.DOWN} == {sum(weights)}
 
 
 def test_agents_that_join_and_ranks_that_dial_the_controller():
