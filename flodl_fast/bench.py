@@ -100,7 +100,7 @@ def _rounds(codec: Codec, size: int) -> Iterator[tuple[str, Callable[[], Any], i
     buffer = bytearray(layout.frame_size)
     target = np.empty_like(tensor)
     layout.encode(codec, [tensor], RoundKind.MODEL, 1.0, out=buffer)
-    frames = [RoundFrame([tensor], RoundKind.MODEL, 1.0)] * FOLDED
+    frames = [RoundFrame([tensor + np.float32(n)], RoundKind.MODEL, 1.0) for n in range(FOLDED)]
     yield "encode into a buffer", partial(layout.encode, codec, [tensor], RoundKind.MODEL, 1.0, buffer), size
     yield "decode into arrays", partial(layout.decode_into, codec, bytes(buffer), [target]), size
     yield "MAC", partial(codec.mac, buffer), size
