@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import binascii
 import importlib
+import io
 import json
 import math
 import os
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     args = build_parser(argv[:1]).parse_args(argv)
-    if hasattr(sys.stdout, "reconfigure"):
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no reason to stop
     try:
         code: int = args.run(args)

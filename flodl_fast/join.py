@@ -27,7 +27,7 @@ from . import protocol
 from .channel import Address, JoinChannel
 from .cli import salt_file
 from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, ROUTE, Environment
-from .errors import AuthenticationError, ChannelError, DecodeError, FlodlError, HandshakeError
+from .errors import AuthenticationError, ChannelClosed, ChannelError, DecodeError, FlodlError, HandshakeError
 from .frames import Codec
 from .messages import (
     JoinAbort,
@@ -233,13 +233,15 @@ def _admission(channel: JoinChannel, args: argparse.Namespace) -> JoinAccept:
         raise _Stop(
             f"the controller's answer is signed with another salt than {_salt_in_use(args)}", Exit.REFUSED
         ) from error
-    except ChannelError as error:
+    except ChannelClosed as error:
         # The crate answers a hello whose MAC does not hold by hanging up.
         raise _Stop(
             f"refused without a word ({error}): the session salt is wrong, this host uses {_salt_in_use(args)}; "
             "or the join window is closed",
             Exit.REFUSED,
         ) from error
+    except ChannelError as error:
+        raise _Stop(f"the controller's answer breaks off: {error}", Exit.LOST) from error
     except DecodeError as error:
         raise _Stop(f"the answer is not from a flodl controller of this revision: {error}", Exit.LOST) from error
     if isinstance(answer, JoinReject):
