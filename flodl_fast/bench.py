@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and return the exit code."""
     if args.plot is not None:
         try:
-            from . import plots
+            from .plots import plot_rates
         except ImportError:
             return missing("matplotlib", "plot")
     seconds = 0.01 if args.quick else 0.1
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             [(name, *(f"{rate:.2f}" for rate in values)) for name, values in rates.items()],
         )
     if args.plot is not None:
-        plots.plot_rates(sizes, rates, args.plot)
+        plot_rates(sizes, rates, args.plot)
     return 0
 
 

@@ -353,6 +353,14 @@ def test_what_tells_the_revision():
         (later.encode_mux(ff.MuxRecord(ff.MuxKind.CONTROL, 0, hello)), "the layout of a RelayHello"),
     ):
         assert inspect(data)[1].revision == (Revision.V0_8, reason)
+    half = bytes.fromhex("f1170df10100000000000000000000f03f0101020000000400000000000000803f0040a717aedb13586d3e")
+    entries, found = inspect(half)
+    assert found.revision == (Revision.V0_7, "0.7 and 0.8 look alike so far")
+    assert entries[0].tensors == [("bfloat16", (2,), 4)]
+    elided = later.encode_round(ff.RoundFrame([ff.Elided((3, 4), "f32")]))
+    entries, found = inspect(elided)
+    assert found.revision == (Revision.V0_8, "the layout of a RoundFrame")
+    assert entries[0].tensors == [("float32", (3, 4), 0)]
     sample = ff.Codec(SALT, "0.7").encode(ff.TimingResourceSample(1, ff.ResourceSample(0.5)))
     entries, found = inspect(BEATS[0] + sample)
     assert found.revision == (Revision.V0_7, "the layout of a TimingResourceSample")
