@@ -91,7 +91,7 @@ class _Link(net.Link, asyncio.Protocol):
         _wake(self._reader)
         return True  # The other direction may go on.
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self._ended = True
         _wake(self._reader)
         _wake(self._writer)
@@ -341,9 +341,11 @@ class DataChannel(_Channel):
                 await asyncio.shield(self._sending)
                 return self._rounds.adopt(out, view)
 
-    async def broadcast(self, arrays: Iterable[Any], root: int = 0, out: Iterable[Any] | None = None) -> RoundFrame:
+    async def broadcast(
+        self, arrays: Iterable[Any], root: int = 0, out: Iterable[Any] | None = None, *, view: bool = False
+    ) -> RoundFrame:
         """As ``channel.DataChannel.broadcast``."""
-        return await self.all_reduce(self._rounds.broadcast(arrays, root), RoundKind.CONTROL, 0.0, out)
+        return await self.all_reduce(self._rounds.broadcast(arrays, root), RoundKind.CONTROL, 0.0, out, view=view)
 
     async def gather(self, value: float) -> np.ndarray:
         """As ``channel.DataChannel.gather``."""

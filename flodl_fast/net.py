@@ -430,7 +430,7 @@ def _payload_size(codec: Codec, head: Any) -> int:
 # --------------------------------------------------------------------------------------------------------- messages
 
 
-class _Frames(FrameReader):
+class _Frames(FrameReader[Any]):
     """A FrameReader that tells what it holds."""
 
     @property
@@ -477,7 +477,7 @@ class Messages:
             return frame
         if rank is None and len(self._ranks) == 1:
             rank = self._ranks[0]
-        if rank not in self._ranks:
+        if rank is None or rank not in self._ranks:
             raise ValueError(f"rank {rank} is not one of {list(self._ranks)}, which this channel serves")
         return self._codec.seal_record(MuxKind.DATA, rank, frame) if self._mux else frame
 

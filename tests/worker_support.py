@@ -196,6 +196,29 @@ def until(condition: Callable[[], bool], timeout: float = WAIT) -> None:
         time.sleep(0.01)
 
 
+def ask_for_an_average(
+    coordinator: Coordinator, worker: Worker, others: list[list[ff.RoundFrame]]
+) -> tuple[ff.SyncAck, list[ff.RoundFrame]]:
+    """RequestParams served, the other ranks giving these frames to each round; the SyncAck and what the worker sent."""
+    acks: list[ff.SyncAck] = []
+    coordinator.send(ff.RequestParams())
+    done = Running(until, lambda: worker.serve() or acks)
+    assert coordinator.receive() == ff.SnapshotReady(0)
+    sent = [coordinator.round(*frames) for frames in others]
+    acks.append(coordinator.receive())
+    done.result()
+    return acks[0], sent
+
+
+def stepped(coordinator: Coordinator, worker: Worker, steps: int) -> list[ff.Batch]:
+    """So many steps of one sample; what the worker reported of them."""
+    coordinator.plan(0, 0, steps)
+    plan = next(worker.plans())
+    for _ in plan.batches(1):
+        worker.step(0.5)
+    return [coordinator.receive() for _ in range(steps)]
+
+
 def half_a_batch(params: list[np.ndarray]) -> None:
     """What the crate's `peer rank` does with a batch."""
     for array in params:
