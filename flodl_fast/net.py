@@ -577,6 +577,11 @@ class Rounds:
         self._layouts: dict[int, TensorLayout] = {}  # by tensor count: rounds of parameters, buffers, counts alternate
         self._asked: tuple[TensorLayout, RoundKind, list[tuple[int, ...]]]
 
+    def free(self) -> None:
+        """Let go of the memory, for the channel is closed: its error's traceback may keep the rest of it for long."""
+        self._in = self._out = _Scratch()
+        self._frame = memoryview(b"")
+
     def ask(
         self,
         arrays: Iterable[Any],
