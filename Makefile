@@ -80,6 +80,7 @@ fuzz: ## coverage-guided fuzzing of every target, FUZZ_SECONDS each; FUZZ_TARGET
 
 fuzz-crate: $(VENV)/.with-test ## mutated frames, FUZZ_FRAMES in all, to the published crates and to us: the same outcomes; needs cargo
 	FLODL_FAST_MUTATIONS=$(FUZZ_FRAMES) $(BIN)/python -m pytest tests/interop/test_mutations.py
+
 test-faults: $(VENV)/.with-test ## train over networks that fail, TRIALS=300 times; against the crate where cargo is installed
 	$(BIN)/python tests/faults.py --trials $(TRIALS)
 
