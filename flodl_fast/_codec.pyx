@@ -1193,7 +1193,11 @@ cdef class FrameCodec:
         ff_mac_end(stream, &self.secret, out)
 
     def mac(self, data):
-        """The 8 tag bytes of any contiguous buffer: HMAC-SHA256 under the salt, cut (docs/wire.md §1)."""
+        """The 8 tag bytes of any contiguous buffer: HMAC-SHA256 under the salt, cut (docs/wire.md §1).
+
+        Args:
+            data: the buffer.
+        """
         cdef Input source = Input(data)
         cdef uint8_t out[8]
         self.tag(source.data, source.n, out)
@@ -1233,6 +1237,9 @@ cdef class FrameCodec:
     def encode(self, message):
         """The whole control frame of a message (docs/wire.md §3), as bytes.
 
+        Args:
+            message: any Message.
+
         Raises:
             EncodeError: a value is out of range, or the payload above ``max_payload``.
             TypeError: not a control-frame message, or a value of the wrong type.
@@ -1249,7 +1256,12 @@ cdef class FrameCodec:
             raise
 
     def encode_into(self, message, buffer, Py_ssize_t offset=0):
-        """Write the frame into a writable buffer at the offset; nothing is written unless all of it fits.
+        """Write the frame into a buffer; nothing is written unless all of it fits.
+
+        Args:
+            message: any Message.
+            buffer: any writable, contiguous buffer.
+            offset: where the frame is to start in it, in bytes.
 
         Returns:
             The number of bytes written.
@@ -1265,7 +1277,14 @@ cdef class FrameCodec:
         return len(frame)
 
     def encode_payload(self, message):
-        """The payload bytes alone, of any message that a frame or a control mux record carries."""
+        """The payload bytes alone (docs/wire.md §2).
+
+        Args:
+            message: any message that a control frame or a CONTROL mux record carries.
+
+        Raises:
+            EncodeError, TypeError: as ``encode``.
+        """
         cdef uint8_t scratch[SCRATCH]
         cdef Writer w
         if type(message) is Reserved:
@@ -1348,18 +1367,26 @@ cdef class FrameCodec:
 
         Args:
             kind: a MsgKind, its number, or its name; "Relay" for the payload of a control mux record.
+            payload: any contiguous buffer that starts with the payload.
+            trailing: as ``decode``, of bytes after the value.
 
         Raises:
-            UnknownKindError, PayloadError, TrailingDataError.
+            UnknownKindError: no such kind.
+            PayloadError: the bytes are no such message.
+            TrailingDataError: bytes are left, and ``trailing`` refuses them.
         """
         cdef Input source = Input(payload)
         return self.read(family_of(kind), source.data, source.n, is_strict(trailing))
 
     def measure_frame(self, buffer, Py_ssize_t offset=0):
-        """The size of the control frame that starts at the offset, None where its header is not all there.
+        """The size of the control frame that starts at the offset, in bytes; None where its header is not all there.
+
+        Args:
+            buffer: any contiguous buffer.
+            offset: where the frame starts in it.
 
         Raises:
-            BadMagicError, VersionMismatchError, UnknownKindError, LimitError.
+            DecodeError: BadMagicError, VersionMismatchError, UnknownKindError, LimitError, in this order of checks.
         """
         cdef Input source = Input(buffer)
         source.skip(offset)
@@ -1371,6 +1398,7 @@ cdef class FrameCodec:
         """The frames of these messages one after the other, as bytes.
 
         Args:
+            messages: the messages.
             prefixed: put the u32 length before each, as on the leg between rank and relay (docs/wire.md §7).
 
         Raises:
@@ -1447,7 +1475,9 @@ cdef class FrameCodec:
         """The Timing frames of a buffer as columns.
 
         Args:
-            buffer, prefixed, trailing: as ``decode_many``, but the buffer must end with a whole frame.
+            buffer: any contiguous buffer of whole frames.
+            prefixed: each frame has its u32 length before it.
+            trailing: as ``decode_many``.
 
         Returns:
             A dict from the name of each Timing variant met to a one-dimensional structured array with the fields of the
@@ -1480,7 +1510,16 @@ cdef class FrameCodec:
     # -- mux records
 
     def seal_record(self, int kind, uint32_t rank, payload):
-        """The mux record of these payload bytes (docs/wire.md §7): ``Codec.encode_mux`` without its checks."""
+        """The mux record of these payload bytes (docs/wire.md §7): ``Codec.encode_mux`` without its checks.
+
+        Args:
+            kind: the number of a MuxKind.
+            rank: whose frame it carries.
+            payload: any contiguous buffer.
+
+        Raises:
+            EncodeError: a payload above ``frame_ceiling``.
+        """
         cdef Input source = Input(payload)
         cdef ff_mac_stream stream
         cdef uint8_t* p
@@ -1516,10 +1555,14 @@ cdef class FrameCodec:
         return MUX_HEADER + <Py_ssize_t>ff_load32(p + 13)
 
     def measure_record(self, buffer, Py_ssize_t offset=0):
-        """The size of the mux record that starts at the offset, None where its header is not all there.
+        """The size of the mux record that starts at the offset, in bytes; None where its header is not all there.
+
+        Args:
+            buffer: any contiguous buffer.
+            offset: where the record starts in it.
 
         Raises:
-            BadMagicError, VersionMismatchError, LimitError.
+            DecodeError: BadMagicError, VersionMismatchError, LimitError, in this order of checks.
         """
         cdef Input source = Input(buffer)
         source.skip(offset)
@@ -1527,6 +1570,10 @@ cdef class FrameCodec:
 
     def open_record(self, buffer, *, trailing="ignore"):
         """The (MuxKind, rank, payload bytes) of a mux record (docs/wire.md §7).
+
+        Args:
+            buffer: any contiguous buffer that starts with the record.
+            trailing: as ``decode``, of bytes after the record.
 
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, LimitError, AuthenticationError,

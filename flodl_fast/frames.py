@@ -21,15 +21,19 @@ from .errors import (
 )
 from .messages import RelayMsg
 from .protocol import (
+    FRAME_CEILING,
     GREETING,
     MAC_SIZE,
     MAGIC_CONTROL_ACK,
     MAGIC_CONTROL_HELLO,
     MAGIC_DATA_ACK,
     MAGIC_DATA_HELLO,
+    MAX_PAYLOAD,
     MAX_RANK,
+    MAX_TENSORS,
     VERSIONS,
     MuxKind,
+    Revision,
 )
 from .rounds import RoundFrame
 
@@ -77,23 +81,48 @@ class Codec(FrameCodec):
 
     __slots__ = ()
 
+    def __init__(
+        self,
+        salt: bytes | str,
+        revision: Revision | str = "0.6",
+        *,
+        max_payload: int = MAX_PAYLOAD,
+        max_tensors: int = MAX_TENSORS,
+        frame_ceiling: int = FRAME_CEILING,
+        lenient: bool = False,
+    ) -> None:
+        # FrameCodec has taken the arguments; here they are for `help` and whoever else reads signatures.
+        pass
+
     # -- round frames
 
-    def encode_round(self, frame: RoundFrame, *, elide: bool = False) -> bytes:
+    def encode_round(self, frame: RoundFrame, *, wire: str | None = None, elide: bool = False) -> bytes:
         """The whole round frame, as bytes.
 
         Args:
             frame: its tensors may have any strides and byte order; what is sent is their C-order values.
-            elide: send tensors of zeros without their data; no supported revision can.
+            wire: "bf16" sends every tensor as bfloat16 (0.7 on): float32 values are rounded to nearest, ties to even.
+                By default each travels in its own dtype.
+            elide: send tensors whose values are all +0.0 without their data (0.8 on).
 
         Raises:
-            EncodeError: weight, kind or sizes out of range, or ``elide``.
-            TypeError: a tensor that is not float32.
+            EncodeError: weight, kind or sizes out of range, or what this revision does not have: bfloat16, elision.
+            TypeError: a tensor that is neither float32 nor bfloat16.
+            ValueError: another ``wire``.
         """
-        return cast(bytes, self._encode_round(frame, elide, None, 0))
+        return cast(bytes, self._encode_round(frame, wire, elide, None, 0))
 
-    def encode_round_into(self, frame: RoundFrame, buffer: Buffer, offset: int = 0, *, elide: bool = False) -> int:
-        """Write the round frame into a writable buffer at the offset; nothing is written unless all of it fits.
+    def encode_round_into(
+        self, frame: RoundFrame, buffer: Buffer, offset: int = 0, *, wire: str | None = None, elide: bool = False
+    ) -> int:
+        """Write the round frame into a buffer; nothing is written unless all of it fits.
+
+        Args:
+            frame: as ``encode_round``.
+            buffer: any writable, contiguous buffer.
+            offset: where the frame is to start in it, in bytes.
+            wire: as ``encode_round``.
+            elide: as ``encode_round``.
 
         Returns:
             The number of bytes written.
@@ -102,14 +131,14 @@ class Codec(FrameCodec):
             EncodeError: as ``encode_round``, or the buffer has too little room.
             TypeError: as ``encode_round``, or the buffer is read-only.
         """
-        return cast(int, self._encode_round(frame, elide, buffer, offset))
+        return cast(int, self._encode_round(frame, wire, elide, buffer, offset))
 
-    def _encode_round(self, frame: RoundFrame, elide: bool, buffer: Buffer | None, offset: int) -> bytes | int:
+    def _encode_round(
+        self, frame: RoundFrame, wire: str | None, elide: bool, buffer: Buffer | None, offset: int
+    ) -> bytes | int:
         if not isinstance(frame, RoundFrame):
             raise TypeError(f"expected a RoundFrame, got {type(frame).__name__}")
-        if elide:
-            raise EncodeError(f"revision {self.revision.value} cannot elide zero tensors")
-        return _round.encode_round(self, frame.tensors, frame.kind, frame.weight, buffer, offset)
+        return _round.encode_round(self, frame.tensors, frame.kind, frame.weight, wire, elide, buffer, offset)
 
     def decode_round(
         self,
@@ -125,31 +154,39 @@ class Codec(FrameCodec):
 
         Args:
             buffer: any contiguous buffer.
-            copy: True gives new, aligned, writable float32 arrays. False gives read-only views that keep the buffer
-                alive and, a bytearray, from being resized; wire data is rarely aligned, ``flags.aligned`` tells.
-            out: writable float32 arrays of the frame's shapes to decode into, which become the frame's tensors; on any
-                error they are as they were.
-            elided: what becomes of elided tensors, where a revision has them: "zeros".
+            copy: True gives new, aligned, writable arrays, of float32 or ``ml_dtypes.bfloat16``. False gives read-only
+                views that keep the buffer alive and, a bytearray, from being resized; wire data is rarely aligned,
+                ``flags.aligned`` tells.
+            out: writable arrays of the frame's dtypes and shapes to decode into, which become the frame's tensors; a
+                float32 array takes a bfloat16 tensor widened. On any error they are as they were.
+            elided: what becomes of tensors that came without data (0.8 on): "zeros", or "keep" for an Elided.
             finite: refuse a NaN or an infinity.
             trailing: as ``decode``; what may be left is after the frame.
 
         Raises:
             DecodeError: TruncatedError, BadMagicError, LimitError, UnknownKindError, TensorError (for the weight),
-                AuthenticationError, TrailingDataError, TensorError (for the tensors), in this order of checks.
+                AuthenticationError, TrailingDataError, TensorError (for the tensors: a shape that its bytes do not
+                fill, or a dtype or elision that this revision does not have), LimitError (for elided zeros above
+                ``frame_ceiling``), in this order of checks.
             TypeError, ValueError: arrays in ``out`` that cannot be written, or keywords that contradict each other.
         """
-        if elided != "zeros":
-            raise ValueError(f'elided must be "zeros" at revision {self.revision.value}, got {elided!r}')
-        if out is not None and not copy:
-            raise ValueError("copy=False and out= contradict each other")
+        if elided not in ("zeros", "keep"):
+            raise ValueError(f'elided must be "zeros" or "keep", got {elided!r}')
+        if out is not None and (not copy or elided == "keep"):
+            raise ValueError(f"{'elided=keep' if copy else 'copy=False'} and out= contradict each other")
         frame = RoundFrame(())
-        frame.tensors, frame.kind, frame.weight = _round.decode_round(self, buffer, copy, out, finite, trailing)
+        frame.tensors, frame.kind, frame.weight = _round.decode_round(
+            self, buffer, copy, out, elided == "keep", finite, trailing
+        )
         return frame
 
     # -- mux records
 
     def encode_mux(self, record: MuxRecord) -> bytes:
         """The whole mux record, as bytes.
+
+        Args:
+            record: the record.
 
         Raises:
             EncodeError: a rank that is out of range, or set on a record that is not DATA; a payload above
@@ -172,6 +209,10 @@ class Codec(FrameCodec):
     def decode_mux(self, buffer: Buffer, *, trailing: str = "ignore") -> MuxRecord:
         """The mux record at the start of a buffer; a rank is given as it came.
 
+        Args:
+            buffer: any contiguous buffer.
+            trailing: as ``decode``, of bytes after the record and after a CONTROL record's message.
+
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, LimitError, AuthenticationError,
                 UnknownKindError, TrailingDataError, PayloadError, in this order of checks.
@@ -184,10 +225,11 @@ class Codec(FrameCodec):
     # -- handshakes
 
     def control_hello(self, rank: int, world: int, model_sig: bytes | None = None) -> bytes:
-        """A rank's first bytes on a control channel.
+        """A rank's first bytes on a control channel (docs/wire.md §7).
 
         Args:
-            rank, world: below 2**32.
+            rank: the rank, below 2**32.
+            world: the number of ranks of the cluster, below 2**32.
             model_sig: the 32 bytes of ``flodl_fast.model_sig``: needed at 0.8, not there before.
 
         Raises:
@@ -208,7 +250,15 @@ class Codec(FrameCodec):
         return self._signed(struct.pack("<2I", MAGIC_CONTROL_ACK, VERSIONS[self.revision].control))
 
     def data_hello(self, rank: int, world: int) -> bytes:
-        """A rank's first bytes on a data channel; the wire does not authenticate them."""
+        """A rank's first bytes on a data channel; the wire does not authenticate them (docs/wire.md §7).
+
+        Args:
+            rank: the rank.
+            world: the number of ranks of the cluster.
+
+        Raises:
+            EncodeError: a number that does not fit in 32 bits.
+        """
         return _greeting(MAGIC_DATA_HELLO, VERSIONS[self.revision].data, rank, world)
 
     def data_ack(self) -> bytes:
@@ -217,6 +267,10 @@ class Codec(FrameCodec):
 
     def check_control_hello(self, data: bytes, world: int) -> tuple[int, bytes | None]:
         """The (rank, model_sig) of a control hello; model_sig is None at revisions that have none.
+
+        Args:
+            data: its bytes, all of them and no more.
+            world: the number of ranks that there should be.
 
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError, AuthenticationError.
@@ -231,6 +285,10 @@ class Codec(FrameCodec):
     def check_data_hello(self, data: bytes, world: int) -> int:
         """The rank of a data hello.
 
+        Args:
+            data: its bytes, all of them and no more.
+            world: the number of ranks that there should be.
+
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError.
             HandshakeError: the rank belongs to a world of another size.
@@ -243,6 +301,9 @@ class Codec(FrameCodec):
     def check_control_ack(self, data: bytes) -> None:
         """Raise unless these bytes answer a control hello.
 
+        Args:
+            data: the bytes.
+
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError, AuthenticationError.
         """
@@ -252,6 +313,9 @@ class Codec(FrameCodec):
 
     def check_data_ack(self, data: bytes) -> None:
         """Raise unless these bytes answer a data hello.
+
+        Args:
+            data: the bytes.
 
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError.

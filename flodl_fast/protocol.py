@@ -51,6 +51,10 @@ class Revision(Enum):
         return members.index(self) < members.index(other)
 
 
+BF16_SINCE = Revision.V0_7  # tensors of bfloat16 (§6)
+ELISION_SINCE = Revision.V0_8  # tensors of zeros without data (§6)
+
+
 class Versions(NamedTuple):
     """What a revision announces: its version numbers, and the bytes of its control hello (§9)."""
 

@@ -6,15 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from . import _round
 from ._codec import plain_number
-from ._round import TensorLayout
+from ._round import Elided, TensorLayout
 from .errors import TensorError
 from .protocol import MIN_FRAME_CEILING, RoundKind
 
 __all__ = [
+    "Elided",
     "RoundFold",
     "RoundFrame",
     "TensorLayout",
@@ -31,10 +30,13 @@ class RoundFrame:
     """The tensors of one rank, or of one reduction, in one round.
 
     Args:
-        tensors: float32 arrays of any shape, strides and byte order, by buffer protocol or DLPack; their memory is
-            shared, not copied.
+        tensors: float32 or bfloat16 arrays of any shape, strides and byte order, by buffer protocol or DLPack; their
+            memory is shared, not copied. Also Elided, a tensor of zeros without data. Which of these a revision has,
+            encoding checks.
         kind: MODEL is divided by the summed weight in a reduction, CONTROL never.
         weight: the mass that the tensors were multiplied by; finite and not negative, which encoding checks.
+
+    Frames compare by identity: whether equal bits or equal values count is yours to say, with ``np.array_equal``.
 
     Raises:
         TypeError: a tensor of another dtype, which is never converted, or one without exported memory.
@@ -43,7 +45,7 @@ class RoundFrame:
     __slots__ = ("kind", "tensors", "weight")
 
     def __init__(self, tensors: Iterable[Any], kind: RoundKind = RoundKind.MODEL, weight: float = 0.0) -> None:
-        self.tensors: list[np.ndarray] = list(_round.arrays_of(tensors))
+        self.tensors: list[Any] = list(_round.arrays_of(tensors, True))
         self.kind = kind if type(kind) is RoundKind else RoundKind(kind)
         self.weight = weight
 
@@ -60,11 +62,12 @@ def sum_frames(frames: Sequence[RoundFrame], *, finite: bool = False) -> RoundFr
     """Add frames up as the crate's relay and controller do: in float32, from +0.0 on, in the order of the list.
 
     Args:
-        frames: one or more frames that agree in kind, tensor count and shapes.
+        frames: one or more frames that agree in kind, tensor count, dtypes and shapes.
         finite: refuse a NaN or an infinity among the inputs.
 
     Returns:
-        A frame of new native arrays; its weight is the sum of the weights, in float64.
+        A frame of new native arrays, sums of bfloat16 rounded to it; its weight is the sum of the weights, in float64.
+        An elided tensor adds zeros; one that all frames elide is Elided.
 
     Raises:
         TensorError: no frame, frames that do not match, or a value that ``finite`` refuses; the message names frame
@@ -76,6 +79,8 @@ def sum_frames(frames: Sequence[RoundFrame], *, finite: bool = False) -> RoundFr
 
 def reduce_frames(frames: Sequence[RoundFrame | None], *, finite: bool = False) -> RoundFrame:
     """Average frames as the crate's controller does: ``sum_frames``, then each value times ``float32(1 / weight)``.
+
+    A sum of bfloat16 is rounded, multiplied in float32 and rounded again (docs/wire.md §6).
 
     Args:
         frames: one frame a rank, None where it is absent: that counts in neither sum nor weight.
@@ -99,30 +104,33 @@ class RoundFold:
     """
 
     def __init__(self) -> None:
-        self._sum: RoundFrame | None = None
+        self._sums: _round.TensorSums | None = None
+        self._kind = RoundKind.MODEL
+        self._weight = 0.0
         self._first: Any = None
+        self._count = 0
 
     def add(self, frame: RoundFrame, name: Any = None, *, finite: bool = False) -> None:
         """Add one frame; on any error the sum is as it was.
 
         Args:
-            frame: a frame that agrees with those before it in kind, tensor count and shapes.
+            frame: a frame that agrees with those before it in kind, tensor count, dtypes and shapes.
             name: what to call it in an error, such as its rank; by default the number of frames before it.
             finite: refuse a NaN or an infinity.
 
         Raises:
             TensorError: as ``sum_frames``.
         """
-        if self._sum is None:
+        if self._sums is None:
             name = 0 if name is None else name
-            weight = _check(frame, name, frame, name, finite)
-            tensors = _round.sum_tensors([frame.tensors], [name], None)
-            self._sum, self._first, self._count = RoundFrame(tensors, frame.kind, weight), name, 1
+            weight = _check(frame, name, None, name, finite)
+            self._sums = _round.TensorSums(frame.tensors)
+            self._kind, self._weight, self._first, self._count = frame.kind, weight, name, 1
             return
         name = self._count if name is None else name
-        weight = _check(frame, name, self._sum, self._first, finite)
-        _round.add_tensors(self._sum.tensors, frame.tensors, [self._first, name])
-        self._sum.weight += weight
+        weight = _check(frame, name, self._kind, self._first, finite)
+        self._sums.add(frame.tensors, name, self._first)
+        self._weight += weight
         self._count += 1
 
     def sum(self) -> RoundFrame:
@@ -134,13 +142,11 @@ class RoundFold:
         return self._take(divide=True)
 
     def _take(self, divide: bool) -> RoundFrame:
-        if self._sum is None:
+        if self._sums is None:
             raise TensorError(_NO_FRAME)
-        total, self._sum = self._sum, None
-        scale = _scale(total.kind, total.weight) if divide else None
-        if scale is not None:
-            _round.scale_tensors(total.tensors, scale)
-        return total
+        sums, self._sums = self._sums, None
+        scale = _scale(self._kind, self._weight) if divide else None
+        return RoundFrame(sums.result(scale), self._kind, self._weight)
 
 
 _NO_FRAME = "no frame is there to reduce"
@@ -149,25 +155,26 @@ _NO_FRAME = "no frame is there to reduce"
 def _fold(frames: list[RoundFrame], ranks: Sequence[int], finite: bool, divide: bool) -> RoundFrame:
     if not frames:
         raise TensorError(_NO_FRAME)
-    first = frames[0]
+    kind: RoundKind | None = None
     # From -0.0 on: weights that are all -0.0 sum to -0.0 in the crate, unlike its tensors.
     weight = -0.0
     for rank, frame in zip(ranks, frames, strict=True):
-        weight += _check(frame, rank, first, ranks[0], finite)
-    scale = _scale(first.kind, weight) if divide else None
-    return RoundFrame(_round.sum_tensors([f.tensors for f in frames], ranks, scale), first.kind, weight)
+        weight += _check(frame, rank, kind, ranks[0], finite)
+        kind = frame.kind
+    scale = _scale(frames[0].kind, weight) if divide else None
+    return RoundFrame(_round.sum_tensors([f.tensors for f in frames], ranks, scale), frames[0].kind, weight)
 
 
-def _check(frame: RoundFrame, name: Any, first: RoundFrame, first_name: Any, finite: bool) -> float:
-    """The frame's weight, once the frame fits the first one."""
+def _check(frame: RoundFrame, name: Any, kind: RoundKind | None, first_name: Any, finite: bool) -> float:
+    """The frame's weight, once its kind is that of the first one, if there is one."""
     if not isinstance(frame, RoundFrame):
         raise TypeError(f"frame {name}: expected a RoundFrame, got {type(frame).__name__}")
-    if frame.kind is not first.kind:
-        raise TensorError(f"frame {name} is {frame.kind.name}, frame {first_name} is {first.kind.name}")
-    for i, tensor in enumerate(frame.tensors if finite else ()):
-        at = _round.first_nonfinite(tensor)
-        if at is not None:
-            raise TensorError(f"frame {name}, tensor {i}: {np.ravel(tensor)[at]} at element {at}")
+    if kind is not None and frame.kind is not kind:
+        raise TensorError(f"frame {name} is {frame.kind.name}, frame {first_name} is {kind.name}")
+    for i, tensor in enumerate(_round.arrays_of(frame.tensors, True) if finite else ()):
+        found = _round.first_nonfinite(tensor)
+        if found is not None:
+            raise TensorError(f"frame {name}, tensor {i}: {found[1]} at element {found[0]}")
     weight = frame.weight if type(frame.weight) is float else plain_number(frame.weight, False)
     if weight is None:
         raise TypeError(f"frame {name}: weight: expected a float, got {type(frame.weight).__name__}")
@@ -182,7 +189,12 @@ def _scale(kind: RoundKind, weight: float) -> float | None:
 
 
 def gamma_mass(n: float, gamma: float = 1.0) -> float:
-    """The mass of a rank's parameters after n batches since the last average: n ** gamma, 0 where n is not positive."""
+    """The mass of a rank's parameters: ``n ** gamma``, 0 where n is not positive.
+
+    Args:
+        n: the rank's batches since the last average.
+        gamma: the cluster's exponent of work.
+    """
     if n <= 0:
         return 0.0
     if gamma == 1:
@@ -194,15 +206,27 @@ def gamma_mass(n: float, gamma: float = 1.0) -> float:
 
 
 def mover_mass(n: float) -> float:
-    """The mass of a rank's float buffers: 1 if it trained since the last average, else 0."""
+    """The mass of a rank's float buffers: 1 if it trained since the last average, else 0.
+
+    Args:
+        n: the rank's batches since the last average.
+    """
     return 1.0 if n > 0 else 0.0
 
 
 def is_realized(mass: float) -> bool:
-    """Whether a mass counts: it does where it is positive."""
+    """Whether a mass counts: it does where it is positive.
+
+    Args:
+        mass: a rank's, or a cohort's.
+    """
     return mass > 0
 
 
 def frame_ceiling(model_bytes: int) -> int:
-    """The crate's limit for a frame of a model with so many bytes of parameters and buffers (docs/wire.md §7)."""
+    """The crate's limit for a round frame, in bytes (docs/wire.md §7).
+
+    Args:
+        model_bytes: the bytes of the model's parameters and buffers together.
+    """
     return min(max(MIN_FRAME_CEILING, 2 * model_bytes), 2**64 - 1)

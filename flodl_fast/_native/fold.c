@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "le.h"
+
 /* Results from this size on are written past the caches: fetching lines only to overwrite them costs more
  * than reading the result from memory later. */
 #define STREAM_BYTES ((size_t)256 << 10)
@@ -11,11 +13,16 @@
 #define GROUP 12
 #define CHUNK 8192
 
+/* float32 values between two bfloat16 steps, on the stack. */
+#define SCRATCH 2048
+
 #define LINE 64 /* bytes in a cache line */
 #define TO_LINE(p) ((LINE - (uintptr_t)(p) % LINE) % LINE)
 
+#define SIGN 0x80000000u
 #define EXPONENT 0x7f800000u
 #define EXPONENT_UNIT 0x00800000u
+#define QUIET 0x00400000u
 
 #define REVERSED(x) ((x) << 24 | ((x) & 0xff00) << 8 | ((x) >> 8 & 0xff00) | (x) >> 24)
 
@@ -25,34 +32,58 @@
 #define INLINE static inline
 #endif
 
-INLINE uint32_t wire_u32(const uint8_t *p)
+#define wire_u32 ff_load32
+#define wire_u16(p) ((uint32_t)ff_load16(p))
+#define store_u16(p, x) ff_store16(p, (uint16_t)(x))
+
+INLINE float native_f32(const void *p)
 {
-    uint32_t x;
+    float x;
     memcpy(&x, p, 4);
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    x = REVERSED(x);
-#endif
     return x;
 }
 
-INLINE float wire_f32(const uint8_t *p)
+INLINE void store_f32(void *p, float x)
 {
-    const uint32_t bits = wire_u32(p);
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
+    memcpy(p, &x, 4);
+}
+
+/* A wire value as the bits of a float32; half: it is a bfloat16. */
+INLINE uint32_t wire_bits(const uint8_t *data, size_t i, int half)
+{
+    return half ? wire_u16(data + 2 * i) << 16 : wire_u32(data + 4 * i);
 }
 
 /* The ends of arrays that no vector fits. */
 
-static void fold_plain(float *out, int resume, const uint8_t *const *in, size_t frames, size_t from,
+static void fold_plain(float *out, int resume, const uint8_t *const *in, size_t frames, int half, size_t from,
                        size_t to, float scale)
 {
     for (size_t i = from; i < to; i++) {
         float sum = resume ? out[i] : 0.0f;
-        for (size_t f = 0; f < frames; f++)
-            sum += wire_f32(in[f] + 4 * i);
+        for (size_t f = 0; f < frames; f++) {
+            const uint32_t bits = wire_bits(in[f], i, half);
+            sum += native_f32(&bits);
+        }
         out[i] = sum * scale;
+    }
+}
+
+static void widen_plain(uint8_t *dst, const uint8_t *src, size_t from, size_t to)
+{
+    for (size_t i = from; i < to; i++) {
+        const uint32_t bits = wire_bits(src, i, 1);
+        memcpy(dst + 4 * i, &bits, 4);
+    }
+}
+
+static void narrow_plain(uint8_t *dst, const uint8_t *src, size_t from, size_t to, int scaled, float scale)
+{
+    for (size_t i = from; i < to; i++) {
+        const float value = scaled ? native_f32(src + 4 * i) * scale : native_f32(src + 4 * i);
+        uint32_t x;
+        memcpy(&x, &value, 4);
+        store_u16(dst + 2 * i, ((x & ~SIGN) > EXPONENT ? x | QUIET : x + 0x7fff + (x >> 16 & 1)) >> 16);
     }
 }
 
@@ -69,16 +100,20 @@ static void swap32_plain(uint8_t *dst, const uint8_t *src, size_t from, size_t t
 typedef struct {
     const char *name;
     int (*usable)(void);
-    /* out = (start + in[0] + in[1] + ...) * scale, where start is zero or, to resume, out itself. stream
-     * and copy ask for stores past the caches, for results of at least a cache line. */
-    void (*fold)(float *out, int resume, const uint8_t *const *in, size_t frames, size_t n, float scale,
+    /* out = (start + in[0] + in[1] + ...) * scale, where start is zero or, to resume, out itself. half: the
+     * wire's values are bfloat16. stream and copy ask for stores past the caches, for results of at least a
+     * cache line. */
+    void (*fold)(float *out, int resume, const uint8_t *const *in, size_t frames, int half, size_t n, float scale,
                  int stream);
-    size_t (*first_nonfinite)(const uint8_t *data, size_t n);
+    void (*widen)(uint8_t *dst, const uint8_t *src, size_t n, int stream);
+    void (*narrow)(uint8_t *dst, const uint8_t *src, size_t n, int scaled, float scale);
+    size_t (*first_nonfinite)(const uint8_t *data, size_t n, int half);
     void (*swap32)(uint8_t *dst, const uint8_t *src, size_t n);
     void (*copy)(void *dst, const void *src, size_t length);
 } kernel;
 
-#define KERNEL(k) {#k, k##_usable, k##_fold, k##_first_nonfinite, k##_swap32, k##_copy}
+#define KERNEL(k) \
+    {#k, k##_usable, k##_fold, k##_widen, k##_narrow, k##_first_nonfinite, k##_swap32, k##_copy}
 
 static int portable_usable(void)
 {
@@ -109,6 +144,9 @@ static int avx2_usable(void)
 #define WIDTH 8
 #define STREAM(p, v) _mm256_stream_ps((float *)(p), v)
 #define FENCE _mm_sfence
+#define WIRE_U16(p) ((avx2_bits)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)(p))))
+#define PACKED(a, b) \
+    ((avx2_bits)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)(a), (__m256i)(b)), 0xd8))
 #include "fold_kernel.h"
 
 static const kernel AVX2 = KERNEL(avx2);
@@ -141,44 +179,81 @@ static const kernel NEON = KERNEL(neon);
 #define PUBLIC(x) ff_fold_##x
 #include "kernel_choice.h"
 
+/* The sums of n values from value i on, in as many passes as the frames need. */
+static void fold_groups(float *out, const uint8_t *const *in, size_t frames, int half, size_t i, size_t n, float scale)
+{
+    for (size_t first = 0; first < frames; first += GROUP) {
+        const uint8_t *group[GROUP];
+        const size_t rest = frames - first, count = rest < GROUP ? rest : GROUP;
+        for (size_t f = 0; f < count; f++)
+            group[f] = in[first + f] + (half ? 2 : 4) * i;
+        active->fold(out, first > 0, group, count, half, n, rest > GROUP ? 1.0f : scale, 0);
+    }
+}
+
 void ff_fold_f32(float *out, const uint8_t *const *in, size_t frames, size_t n, int scaled, float scale)
 {
     if (!scaled)
         scale = 1.0f;
-    if (frames <= GROUP) {
-        active->fold(out, 0, in, frames, n, scale, n >= STREAM_BYTES / 4);
-        return;
-    }
-    for (size_t i = 0; i < n; i += CHUNK) {
-        const size_t values = n - i < CHUNK ? n - i : CHUNK;
-        for (size_t first = 0; first < frames; first += GROUP) {
-            const uint8_t *group[GROUP];
-            const size_t rest = frames - first, count = rest < GROUP ? rest : GROUP;
-            for (size_t f = 0; f < count; f++)
-                group[f] = in[first + f] + 4 * i;
-            active->fold(out + i, first > 0, group, count, values, rest > GROUP ? 1.0f : scale, 0);
-        }
+    if (frames <= GROUP)
+        active->fold(out, 0, in, frames, 0, n, scale, n >= STREAM_BYTES / 4);
+    else
+        for (size_t i = 0; i < n; i += CHUNK)
+            fold_groups(out + i, in, frames, 0, i, n - i < CHUNK ? n - i : CHUNK, scale);
+}
+
+void ff_fold_bf16(uint8_t *out, const uint8_t *const *in, size_t frames, size_t n, int scaled, float scale)
+{
+    float sums[SCRATCH] = {0};
+    for (size_t i = 0; i < n; i += SCRATCH) {
+        const size_t values = n - i < SCRATCH ? n - i : SCRATCH;
+        fold_groups(sums, in, frames, 1, i, values, 1.0f);
+        ff_narrow_bf16(out + 2 * i, sums, values, 0, 1.0f);
+        if (scaled)
+            ff_scale_bf16(out + 2 * i, out + 2 * i, values, scale);
     }
 }
 
 void ff_add_f32(float *acc, const uint8_t *in, size_t n)
 {
-    active->fold(acc, 1, &in, 1, n, 1.0f, 0);
+    active->fold(acc, 1, &in, 1, 0, n, 1.0f, 0);
+}
+
+void ff_add_bf16(float *acc, const uint8_t *in, size_t n)
+{
+    active->fold(acc, 1, &in, 1, 1, n, 1.0f, 0);
 }
 
 void ff_scale_f32(float *x, size_t n, float scale)
 {
-    active->fold(x, 1, NULL, 0, n, scale, 0);
+    active->fold(x, 1, NULL, 0, 0, n, scale, 0);
 }
 
-void ff_copy_scaled_f32(uint8_t *dst, const uint8_t *src, size_t n, float scale)
+void ff_scale_bf16(uint8_t *dst, const uint8_t *src, size_t n, float scale)
 {
-    for (size_t i = 0; i < n; i++) {
-        float x;
-        memcpy(&x, src + 4 * i, 4);
-        x *= scale;
-        memcpy(dst + 4 * i, &x, 4);
+    float values[SCRATCH];
+    for (size_t i = 0; i < n; i += SCRATCH) {
+        const size_t count = n - i < SCRATCH ? n - i : SCRATCH;
+        active->widen((uint8_t *)values, src + 2 * i, count, 0);
+        ff_narrow_bf16(dst + 2 * i, values, count, 1, scale);
     }
+}
+
+void ff_widen_bf16(void *dst, const uint8_t *src, size_t n)
+{
+    active->widen(dst, src, n, n >= STREAM_BYTES / 4);
+}
+
+void ff_narrow_bf16(uint8_t *dst, const void *src, size_t n, int scaled, float scale)
+{
+    active->narrow(dst, src, n, scaled, scale);
+}
+
+void ff_copy_scaled_f32(uint8_t *dst, const void *src, size_t n, float scale)
+{
+    const uint8_t *from = src;
+    for (size_t i = 0; i < n; i++)
+        store_f32(dst + 4 * i, native_f32(from + 4 * i) * scale);
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
     ff_swap32(dst, dst, n);
 #endif
@@ -186,7 +261,12 @@ void ff_copy_scaled_f32(uint8_t *dst, const uint8_t *src, size_t n, float scale)
 
 size_t ff_first_nonfinite_f32(const uint8_t *data, size_t n)
 {
-    return active->first_nonfinite(data, n);
+    return active->first_nonfinite(data, n, 0);
+}
+
+size_t ff_first_nonfinite_bf16(const uint8_t *data, size_t n)
+{
+    return active->first_nonfinite(data, n, 1);
 }
 
 void ff_copy(void *dst, const void *src, size_t length)
