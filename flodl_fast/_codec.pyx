@@ -1315,6 +1315,15 @@ cdef class FrameCodec:
                              "(max_payload)")
         return HEADER + <Py_ssize_t>length
 
+    cdef Py_ssize_t prefix(self, const uint8_t* p, Py_ssize_t n) except -1:
+        """The checked length prefix at p; 0 where it is not all there."""
+        if n < 4:
+            return 0
+        if ff_load32(p) > self.frame_ceiling:
+            raise LimitError(f"a length prefix of {ff_load32(p)} bytes is above the limit of {self.frame_ceiling} "
+                             "(frame_ceiling)")
+        return ff_load32(p)
+
     cdef object open(self, const uint8_t* p, Py_ssize_t n, bint strict):
         """The message of the one frame at p; strict: nothing may be left after value and frame."""
         cdef Py_ssize_t size = self.measure(p, n)
@@ -1391,6 +1400,30 @@ cdef class FrameCodec:
         cdef Input source = Input(buffer)
         source.skip(offset)
         return self.measure(source.data, source.n) or None
+
+    def take_frame(self, buffer, Py_ssize_t offset, bint prefixed, bint strict):
+        """The (message, size) of the control frame that starts at the offset, None where it is not all there.
+
+        Args:
+            prefixed: the frame has its u32 length before it, which the size then includes.
+            strict: refuse bytes left after the value, or after the frame inside its prefix.
+
+        Raises:
+            DecodeError: as ``decode``; what a header alone can tell, as soon as the header is there.
+        """
+        cdef Input source = Input(buffer)
+        cdef const uint8_t* p
+        cdef Py_ssize_t n, size
+        source.skip(offset)
+        p, n = source.data, source.n
+        if not prefixed:
+            size = self.measure(p, n)
+            return (self.open(p, size, strict), size) if 0 < size <= n else None
+        size = self.prefix(p, n)
+        if n < 4 or n - 4 < size:
+            self.measure(p + 4, n - 4)
+            return None
+        return self.open(p + 4, size, strict), 4 + size
 
     # -- many frames
 
@@ -1648,13 +1681,8 @@ cdef class Scan:
         cdef const uint8_t* p = self.source.data + self.done
         cdef Py_ssize_t n = self.source.n - self.done, size, prefix = 0
         if self.prefixed:
-            if n < 4:
-                return 0
-            prefix = ff_load32(p)
-            if prefix > self.codec.frame_ceiling:
-                raise LimitError(f"a length prefix of {prefix} bytes is above the limit of {self.codec.frame_ceiling} "
-                                 "(frame_ceiling)")
-            if n - 4 < prefix:
+            prefix = self.codec.prefix(p, n)
+            if n < 4 or n - 4 < prefix:
                 return 0
             p += 4
             n = prefix
