@@ -433,20 +433,6 @@ def _payload_size(codec: Codec, head: Any) -> int:
 # --------------------------------------------------------------------------------------------------------- messages
 
 
-class _Frames(FrameReader[Any]):
-    """A FrameReader that tells what it holds."""
-
-    @property
-    def pending(self) -> int:
-        """The bytes of frames not taken yet."""
-        return len(self._buffer) - self._start
-
-    @property
-    def rest(self) -> bytes:
-        """Those bytes."""
-        return bytes(self._buffer[self._start :])
-
-
 class Messages:
     """The framing of a message channel: bytes in any pieces to messages, and back.
 
@@ -466,7 +452,7 @@ class Messages:
     def _use(self, codec: Codec, rest: bytes = b"") -> None:
         self._codec = codec
         self._writer = FrameWriter(codec, "control", prefixed=self._prefixed)
-        self._reader = _Frames(codec, "mux" if self._mux else "control", prefixed=self._prefixed)
+        self._reader: FrameReader[Any] = FrameReader(codec, "mux" if self._mux else "control", prefixed=self._prefixed)
         self._reader.feed(rest)
 
     def rekey(self, codec: Codec) -> None:
