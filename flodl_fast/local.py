@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from . import messages as wire
 from . import protocol
@@ -30,6 +30,7 @@ from .channel import Address, ControlChannel, DataChannel, accept
 from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, RELAY_CONTROL, RELAY_DATA, ROUTE
 from .errors import ChannelClosed, ChannelError, FlodlError, HandshakeError, TensorError
 from .frames import Codec
+from .layout import variants_of
 from .net import scaled
 from .rounds import RoundFrame, reduce_frames, sum_frames
 
@@ -43,7 +44,7 @@ _LAST_PORT = 65535 - max(_PORTS)
 _PORT_ATTEMPTS = 100
 _ACCEPT_POLL = 0.1  # seconds until the listening thread sees that it is to end
 
-_OF_RANKS = (*get_args(wire.TimingMsg), wire.MetricsMsg)
+_OF_RANKS: tuple[Any, ...] = (*(cls for cls, _ in variants_of(wire.TimingMsg)), wire.MetricsMsg)
 
 _logger = logging.getLogger(__name__)
 
