@@ -16,6 +16,7 @@ import flodl_fast as ff
 from flodl_fast.jax import Model
 
 WORLD, BATCH, EPOCHS, HELD_OUT, RATE, TARGET = 3, 16, 15, 360, 0.1, 0.95
+SHAPES = [("hidden", (64, 64)), ("out", (64, 10))]
 
 
 def forward(tree, images):
@@ -26,11 +27,8 @@ def forward(tree, images):
 @jax.jit
 def update(tree, images, labels):
     """One step of SGD: the new tree, and the loss before."""
-
-    def loss(tree):
-        return -jnp.take_along_axis(jax.nn.log_softmax(forward(tree, images)), labels[:, None], 1).mean()
-
-    value, gradient = jax.value_and_grad(loss)(tree)
+    wanted = jax.nn.one_hot(labels, 10)
+    value, gradient = jax.value_and_grad(lambda t: -(jax.nn.log_softmax(forward(t, images)) * wanted).sum(1).mean())(tree)
     return jax.tree_util.tree_map(lambda leaf, slope: leaf - RATE * slope, tree, gradient), value
 
 
@@ -40,10 +38,8 @@ def train() -> None:
     images = (data / 16).astype(np.float32)
     shuffled = np.random.default_rng(0).permutation(len(labels))
     training, held_out = shuffled[HELD_OUT:], shuffled[:HELD_OUT]
-    keys = jax.random.split(jax.random.key(0))
-    weights = [jax.random.normal(k, s) * (2 / s[0]) ** 0.5 for k, s in zip(keys, [(64, 64), (64, 10)], strict=True)]
-    biases = [jnp.zeros(w.shape[1]) for w in weights]
-    model = Model({n: {"w": w, "b": b} for n, w, b in zip(["hidden", "out"], weights, biases, strict=True)})
+    normal = np.random.default_rng(0).standard_normal
+    model = Model({name: {"w": jnp.float32(normal(s) * (2 / s[0]) ** 0.5), "b": jnp.zeros(s[1])} for name, s in SHAPES})
     with ff.Worker.from_env(model) as worker:
         for plan in worker.plans():
             order = training[np.random.default_rng(plan.epoch).permutation(len(training))]
