@@ -2,7 +2,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from typing_extensions import Buffer, disjoint_base
+from typing_extensions import Buffer, Self, disjoint_base
 
 from .messages import Message, RelayMsg
 from .protocol import MsgKind, MuxKind, Revision
@@ -20,17 +20,22 @@ class FrameCodec:
         max_tensors: int = ...,
         frame_ceiling: int = ...,
         lenient: bool = False,
-    ) -> FrameCodec: ...
+    ) -> Self: ...
     @property
-    def revision(self) -> Revision: ...
+    def revision(self) -> Revision:
+        """The revision that is spoken."""
     @property
-    def lenient(self) -> bool: ...
+    def lenient(self) -> bool:
+        """Whether payloads of an older revision are taken, too."""
     @property
-    def max_payload(self) -> int: ...
+    def max_payload(self) -> int:
+        """The largest control payload taken or sent, in bytes."""
     @property
-    def max_tensors(self) -> int: ...
+    def max_tensors(self) -> int:
+        """The most tensors in a round frame."""
     @property
-    def frame_ceiling(self) -> int: ...
+    def frame_ceiling(self) -> int:
+        """The most tensor bytes in a round frame, and the most bytes in a mux payload or length prefix."""
     def mac(self, data: Buffer) -> bytes: ...
     def encode(self, message: Message) -> bytes: ...
     def encode_into(self, message: Message, buffer: Buffer, offset: int = 0) -> int: ...

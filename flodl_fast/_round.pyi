@@ -2,7 +2,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
 import numpy as np
-from typing_extensions import Buffer, disjoint_base
+from typing_extensions import Buffer, Self, disjoint_base
 
 from ._codec import FrameCodec
 from .protocol import RoundKind
@@ -22,7 +22,7 @@ __all__ = [
 
 @disjoint_base
 class RoundMeter:
-    def __new__(cls, codec: FrameCodec) -> RoundMeter: ...
+    def __new__(cls, codec: FrameCodec) -> Self: ...
     def measure(self, buffer: Buffer, offset: int = 0) -> int | None: ...
 
 @disjoint_base

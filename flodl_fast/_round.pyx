@@ -274,9 +274,8 @@ cdef object shape_at(const uint8_t* head):
 cdef class TensorLayout:
     """The metadata of a frame's tensors, kept between rounds so that a later round need only compare it.
 
-    Columns, one entry a tensor: ``dtype`` (u1, 0 is float32, 1 bfloat16), ``ndim`` (u1), ``shape`` (u4, one row a
-    tensor, filled up with 1), ``nbytes`` (i8, 0 where the tensor is elided) and ``offset`` (i8, where the tensor's data
-    starts in the frame).
+    Its columns ``dtype``, ``ndim``, ``shape``, ``nbytes`` and ``offset`` have an entry for each tensor. Layouts are
+    equal where dtypes and shapes are.
     """
 
     cdef Tensor* tensors
@@ -382,22 +381,27 @@ cdef class TensorLayout:
 
     @property
     def dtype(self):
+        """The wire's code of each tensor's dtype (docs/wire.md §6), uint8 of shape (tensors,): 0 float32, 1 bfloat16."""
         return np.array([self.tensors[i].head[0] for i in range(self.count)], np.uint8)
 
     @property
     def ndim(self):
+        """The number of dimensions of each tensor, uint8 of shape (tensors,)."""
         return np.array([self.tensors[i].head[1] for i in range(self.count)], np.uint8)
 
     @property
     def nbytes(self):
+        """The bytes of each tensor's data, int64 of shape (tensors,); 0 where it is elided."""
         return np.array([self.tensors[i].nbytes for i in range(self.count)], np.int64)
 
     @property
     def offset(self):
+        """Where each tensor's data starts in the frame, in bytes, int64 of shape (tensors,)."""
         return np.array([self.tensors[i].data for i in range(self.count)], np.int64)
 
     @property
     def shape(self):
+        """The shape of each tensor, a row filled up with 1, uint32 of shape (tensors, most dimensions)."""
         shape = np.ones((self.count, self.ndim.max(initial=0)), np.uint32)
         for i in range(self.count):
             dims = shape_at(self.tensors[i].head)
@@ -433,8 +437,14 @@ cdef class TensorLayout:
         Large tensors are not copied: their buffers are the arrays' own memory, which must stay as it is until all is
         sent. What is between them is joined.
 
-        Args and errors:
-            as ``encode``.
+        Args:
+            codec: the Codec.
+            arrays: as ``encode``.
+            kind: as ``encode``.
+            weight: as ``encode``.
+
+        Raises:
+            TensorError, EncodeError, TypeError: as ``encode``.
         """
         cdef tuple held = arrays_of(arrays, True)
         cdef double mass = check_weight(weight)

@@ -91,7 +91,7 @@ class _Link(net.Link, asyncio.Protocol):
         _wake(self._reader)
         return True  # The other direction may go on.
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self._ended = True
         _wake(self._reader)
         _wake(self._writer)
@@ -175,6 +175,9 @@ class _Link(net.Link, asyncio.Protocol):
     def fileno(self) -> int:
         return -1 if self._gone.done() else self._transport.get_extra_info("socket").fileno()
 
+    def peer(self) -> Any:
+        return self._transport.get_extra_info("peername")
+
 
 def _waiter(wait: float | None) -> asyncio.Future[bool]:
     """A future that is True once woken, False once the wait has passed."""
@@ -194,6 +197,7 @@ def _wake(waiter: asyncio.Future[bool] | None, value: bool = True) -> None:
 async def _shake_hands(link: _Link, steps: Steps[T]) -> T:
     """Carry out a handshake; where it fails the socket is closed."""
     try:
+        net.warn_of_public(link.peer())
         return await link.run(steps)
     except BaseException as error:
         await link.close()

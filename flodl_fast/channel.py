@@ -127,10 +127,17 @@ class _Link(net.Link):
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    def peer(self) -> Any:
+        try:
+            return self._sock.getpeername()
+        except OSError:
+            return None
+
 
 def _shake_hands(link: _Link, steps: Steps[T]) -> T:
     """Carry out a handshake; where it fails the socket is closed."""
     try:
+        net.warn_of_public(link.peer())
         return link.run(steps)
     except BaseException as error:
         link.close()
@@ -258,7 +265,12 @@ class JoinChannel(_MessageChannel):
     def connect(
         cls, address: Address | socket.socket, codec: Codec, *, deadlines: Deadlines | None = None
     ) -> JoinChannel:
-        """Dial the join window, which then waits for a JoinHello; the arguments are as for ``ControlChannel.connect``.
+        """Dial the join window, which then waits for a JoinHello.
+
+        Args:
+            address: as for ``ControlChannel.connect``.
+            codec: the Codec of the cluster, or one of 16 zero bytes under open admission.
+            deadlines: other waits than ``Deadlines()``.
 
         Raises:
             HandshakeError: nobody answers.
@@ -268,7 +280,11 @@ class JoinChannel(_MessageChannel):
         return cls(link, codec, None)
 
     def rekey(self, codec: Codec) -> None:
-        """Use this Codec from the next frame on, in both directions: open admission delivers the salt on the way."""
+        """Use another Codec from the next frame on, in both directions: open admission delivers the salt on the way.
+
+        Args:
+            codec: the Codec with that salt.
+        """
         with self._link.writing, self._link.reading:
             self.codec = codec
             self._messages.rekey(codec)
@@ -296,7 +312,19 @@ class DataChannel(_Channel):
         host: str | None = None,
         deadlines: Deadlines | None = None,
     ) -> DataChannel:
-        """Dial and shake hands; all as ``ControlChannel.connect``, at the data port of a relay."""
+        """Dial and shake hands.
+
+        Args:
+            address: as for ``ControlChannel.connect``, but the data port of a relay.
+            codec: the Codec of the cluster.
+            rank: the rank to be.
+            world: the number of ranks of the cluster.
+            host: as for ``ControlChannel.connect``.
+            deadlines: other waits than ``Deadlines()``.
+
+        Raises:
+            HandshakeError, ValueError: as ``ControlChannel.connect``.
+        """
         line = Line.of_rank(rank, world, host)
         link = _Link.dial(address, deadlines or Deadlines())
         _shake_hands(link, net.dial_data(codec, line, link.deadlines.handshake))
@@ -362,18 +390,21 @@ class DataChannel(_Channel):
             view: as for ``all_reduce``.
 
         Raises:
-            As ``all_reduce``.
+            EncodeError, TensorError, TypeError, ValueError, ChannelError, DecodeError: as ``all_reduce``.
         """
         return self.all_reduce(self._rounds.broadcast(arrays, root), RoundKind.CONTROL, 0.0, out, view=view)
 
     def gather(self, value: float) -> np.ndarray:
         """One round in which each rank gives a number.
 
+        Args:
+            value: this rank's number.
+
         Returns:
             A float32 array of shape (world,): each rank's value, rounded to float32, in its slot.
 
         Raises:
-            As ``all_reduce``.
+            EncodeError, TensorError, TypeError, ValueError, ChannelError, DecodeError: as ``all_reduce``.
         """
         return self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0).tensors[0]
 
@@ -382,8 +413,11 @@ class DataChannel(_Channel):
     def send(self, frame: RoundFrame) -> None:
         """On a served channel: send a reduced frame to all ranks of the host.
 
+        Args:
+            frame: the frame.
+
         Raises:
-            As ``all_reduce``.
+            EncodeError, TensorError, TypeError, ValueError, ChannelError, DecodeError: as ``all_reduce``.
         """
         with self._link.writing:
             request = self._rounds.pack(frame.tensors, frame.kind, frame.weight)
@@ -408,8 +442,11 @@ class DataChannel(_Channel):
     def declare_dead(self, rank: int) -> None:
         """On a served channel: tell the host to go on without a rank. One that came as to a relay is not told.
 
+        Args:
+            rank: the dead rank.
+
         Raises:
-            As ``all_reduce``.
+            EncodeError, TensorError, TypeError, ValueError, ChannelError, DecodeError: as ``all_reduce``.
         """
         with self._link.writing, self._link.guard():
             self._link.write(self._rounds.tell(RelayDeclareDead(rank)))

@@ -44,7 +44,10 @@ _LAST_PORT = 65535 - max(_PORTS)
 _PORT_ATTEMPTS = 100
 _ACCEPT_POLL = 0.1  # seconds until the listening thread sees that it is to end
 
-_OF_RANKS: tuple[Any, ...] = (*(cls for cls, _ in variants_of(wire.TimingMsg)), wire.MetricsMsg)
+_OF_RANKS: tuple[type[wire.TimingMsg | wire.MetricsMsg], ...] = (
+    *(message for message, _ in variants_of(wire.TimingMsg)),
+    wire.MetricsMsg,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -154,6 +157,10 @@ class LocalCluster:
     def environment(self, rank: int, *, route: Literal["direct", "relay"] = "direct") -> dict[str, str]:
         """The environment variables that make a process of this machine this rank, to add to its others.
 
+        Args:
+            rank: the rank.
+            route: "direct" to dial the controller's port, "relay" to dial ``relay_ports`` as if there were a relay.
+
         Raises:
             ValueError: no such rank.
         """
@@ -185,12 +192,15 @@ class LocalCluster:
         """The cohort's metrics of each epoch as it ends, from the first on; ends with the run.
 
         Raises:
-            As ``wait``.
+            ChannelError, TensorError: as ``wait``.
         """
         yield from self._coordinator.epochs()
 
     def wait(self, timeout: float | None = None) -> LocalResult:
         """Wait until the run is over.
+
+        Args:
+            timeout: seconds to wait, None for no limit.
 
         Raises:
             TimeoutError: it is not in ``timeout`` seconds; wait again, or leave the ``with``.
@@ -201,7 +211,11 @@ class LocalCluster:
         return self._coordinator.wait(timeout)
 
     def stop(self, *, save: bool = False) -> None:
-        """End the run early: ranks leave as after its last epoch, with ``save`` having saved first. Does not wait."""
+        """End the run early: ranks leave as after its last epoch. Does not wait for them.
+
+        Args:
+            save: have them save first.
+        """
         reason = wire.SaveReason.GRACEFUL_SHUTDOWN if save else None
         self._coordinator.post(self._coordinator.end, reason)
 
@@ -792,6 +806,11 @@ def aggregate_metrics(epoch: int, world: int, reports: Sequence[wire.MetricsMsg]
     """The cohort's metrics of an epoch, as the crate makes them of its ranks' reports, any number from each.
 
     Losses and scalars are weighted by batches; times, in milliseconds, are maxima.
+
+    Args:
+        epoch: the epoch's number.
+        world: the number of ranks.
+        reports: the reports of all ranks.
     """
     batches = [0] * world
     samples = [0] * world

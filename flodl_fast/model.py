@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ._round import arrays_of
 
 __all__ = ["Arrays", "Lane", "Model", "Slot", "Tensors", "norm"]
 
-Arrays = tuple[np.ndarray, ...]
+Arrays = tuple[NDArray[np.float32], ...]
 
 BLOCK = 1 << 16  # values per block of a norm: few enough to stay in the cache
 CUDA = (2, 13)  # DLPack's device types of CUDA: its own memory, and managed

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar, overload
 
 from ._codec import is_strict
 from ._round import RoundMeter, TensorLayout
 from .errors import EncodeError, FlodlError, LimitError, TruncatedError
-from .frames import Codec
+from .frames import Codec, MuxRecord
+from .messages import Message
 from .protocol import LENGTH_PREFIX, MAX_PREFIX
+from .rounds import RoundFrame
 
 __all__ = ["FrameReader", "FrameWriter"]
 
 _KINDS = ("control", "round", "mux")
 
+Item = TypeVar("Item")
 
-class FrameReader:
+
+class FrameReader(Generic[Item]):
     """Takes the bytes of one stream in any pieces and gives its frames; belongs to one reader.
 
     Args:
@@ -26,8 +30,37 @@ class FrameReader:
         trailing: as ``Codec.decode``; with a prefix it also covers bytes after the frame inside the prefix.
 
     An error sticks: after it the stream has no known place to go on from, so every later call raises it again.
+
+    Raises:
+        ValueError: another kind, a prefix with "mux", or another ``trailing``.
     """
 
+    @overload
+    def __init__(
+        self: FrameReader[Message],
+        codec: Codec,
+        kind: Literal["control"],
+        *,
+        prefixed: bool = False,
+        trailing: str = "ignore",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FrameReader[RoundFrame],
+        codec: Codec,
+        kind: Literal["round"],
+        *,
+        prefixed: bool = False,
+        trailing: str = "ignore",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FrameReader[MuxRecord], codec: Codec, kind: Literal["mux"], *, trailing: str = "ignore"
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FrameReader[Any], codec: Codec, kind: str, *, prefixed: bool = False, trailing: str = "ignore"
+    ) -> None: ...
     def __init__(self, codec: Codec, kind: str, *, prefixed: bool = False, trailing: str = "ignore") -> None:
         _check_kind(kind, prefixed)
         self._codec = codec
@@ -48,6 +81,9 @@ class FrameReader:
     def feed(self, data: Any) -> None:
         """Add bytes that arrived.
 
+        Args:
+            data: any contiguous buffer; it is copied.
+
         Raises:
             FlodlError: the error that stopped the stream.
             ValueError: the stream has ended.
@@ -60,7 +96,7 @@ class FrameReader:
             self._start = 0
         self._buffer += memoryview(data).cast("B")
 
-    def next(self) -> Any:
+    def next(self) -> Item | None:
         """The next frame's message, round frame or mux record; None where more bytes are needed.
 
         Raises:
@@ -73,7 +109,7 @@ class FrameReader:
                 return None
             first = self._start + (LENGTH_PREFIX if self._prefixed else 0)
             with memoryview(self._buffer) as whole, whole[first : self._start + size] as frame:
-                item = self._decode(frame, trailing=self._trailing)
+                item: Item = self._decode(frame, trailing=self._trailing)
         except FlodlError as error:
             self._error = error
             raise
@@ -95,7 +131,7 @@ class FrameReader:
             self._error = error
             raise
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Item]:
         """The frames that are complete."""
         while (item := self.next()) is not None:
             yield item
@@ -133,7 +169,12 @@ class FrameWriter:
     """Gives the bytes of one stream, a whole frame at a time.
 
     Args:
-        codec, kind, prefixed: as for FrameReader.
+        codec: the Codec of the stream's cluster.
+        kind: "control", "round" or "mux": what the stream carries.
+        prefixed: put the u32 length before each frame, as on a rank's legs; never with "mux".
+
+    Raises:
+        ValueError: another kind, or a prefix with "mux".
     """
 
     def __init__(self, codec: Codec, kind: str, *, prefixed: bool = False) -> None:
@@ -144,6 +185,9 @@ class FrameWriter:
 
     def write(self, item: Any) -> bytes | bytearray:
         """The bytes that carry a message, round frame or mux record.
+
+        Args:
+            item: a Message, RoundFrame or MuxRecord, as the stream's kind says.
 
         Raises:
             EncodeError, TypeError: as the Codec's encoders.

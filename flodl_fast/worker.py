@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, SupportsFloat, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import messages as wire
 from .channel import Address, ControlChannel, DataChannel
@@ -33,7 +34,7 @@ HEARTBEAT = 1.0  # seconds between two beacons
 NORM_EVERY = 10  # steps since the last average between two Batch messages with a parameter norm
 NO_NORM = 1e-10  # up to here the crate takes parameters for zero, and their divergence is 0
 
-_CONTROL = get_args(wire.ControlMsg)
+_CONTROL: tuple[type[wire.ControlMsg], ...] = get_args(wire.ControlMsg)
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Plan:
         """The number of samples, appended ones included."""
         return sum(size for _, size in self.slices)
 
-    def batches(self, batch_size: int) -> Iterator[np.ndarray]:
+    def batches(self, batch_size: int) -> Iterator[NDArray[np.int64]]:
         """The plan's full batches; what is left at its end is dropped, as in the crate.
 
         Take a batch when its turn has come: slices that are appended meanwhile add batches. Ends early with the run.
@@ -76,14 +77,14 @@ class Plan:
         self._batch_size = batch_size
         return self._batches(batch_size)
 
-    def _batches(self, batch_size: int) -> Iterator[np.ndarray]:
+    def _batches(self, batch_size: int) -> Iterator[NDArray[np.int64]]:
         while self._worker.ended is None and self._taken + batch_size <= self.size:
             batch = self._positions(self._taken, batch_size)
             self._taken += batch_size
             self._worker._clock = time.perf_counter()
             yield batch
 
-    def _positions(self, start: int, count: int) -> np.ndarray:
+    def _positions(self, start: int, count: int) -> NDArray[np.int64]:
         """What stands from ``start`` on where the slices are put one after the other."""
         parts = []
         for offset, size in self.slices:
@@ -112,8 +113,8 @@ class Worker:
         rank: the rank to be.
         world: the number of ranks of the cluster.
         codec: the Codec of the cluster.
-        data, control: (host, port) of the relay's two loopback ports, or both of the controller's port; or
-            connected sockets.
+        data: (host, port) of the relay's data port on loopback, or of the controller's port; or a connected socket.
+        control: the same for the relay's control port, or the controller's again.
         host: None through a relay; where the controller is dialled, the name of a host of which this is the rank.
         buffers: float32 arrays that are no parameters, such as running statistics, averaged over the ranks that
             have trained. Leave those of other dtypes out: they stay local. None beside a Model.
@@ -133,9 +134,11 @@ class Worker:
         resources: called for each report to the coordinator; returns a ResourceSample of this rank's host.
 
     Attributes:
-        rank, world: as given.
-        params, buffers: float32 arrays on the host, as tuples: the caller's own memory, or, of tensors elsewhere,
-            their values at the last average.
+        rank: as given.
+        world: as given.
+        params: float32 arrays on the host, as a tuple: the caller's own memory, or, of tensors elsewhere, their values
+            at the last average.
+        buffers: likewise.
         steps: the number of steps so far.
         ended: None while the run goes on, then what ended it: a Shutdown, a ShutdownWithSave with its SaveReason, or
             an exception.
@@ -224,13 +227,14 @@ class Worker:
         """The rank that a flodl launcher, or ``python -m flodl_fast join``, has started this process to be.
 
         Args:
-            params, buffers: as for ``Worker``.
+            params: as for ``Worker``.
+            buffers: as for ``Worker``.
             environment: what ``Environment.read()`` gives, read here if None.
             options: the keywords of ``Worker`` from ``formation`` on.
 
         Raises:
             ValueError: as ``Environment.read``.
-            As ``Worker``.
+            TypeError, ValueError, ChannelError, DecodeError: as ``Worker``.
         """
         env = environment or Environment.read()
         model = Model.of(params, buffers)
@@ -247,10 +251,12 @@ class Worker:
 
     @property
     def params(self) -> Arrays:
+        """The parameters in use."""
         return self._model.params.arrays
 
     @property
     def buffers(self) -> Arrays:
+        """The float buffers in use."""
         return self._model.buffers.arrays
 
     # -- training
@@ -268,8 +274,9 @@ class Worker:
         Raises:
             ChannelClosed: coordinator or relay are gone without a Shutdown, or the worker has been closed.
             ChannelError, DecodeError: as ``ControlChannel.recv`` and ``DataChannel.all_reduce``.
-            Whatever a callback raises, those for checkpoints and evaluations excepted.
-            After any error the worker is closed.
+            Exception: whatever a callback raises, those for checkpoints and evaluations excepted.
+
+        After any error the worker is closed.
         """
         while (plan := self._next_plan()) is not None:
             yield plan
@@ -298,7 +305,7 @@ class Worker:
         Raises:
             RuntimeError: no plan is being trained, or the batch's size is not known.
             TypeError, ValueError: a value that is no number; nothing was reported.
-            As ``plans``.
+            ChannelError, DecodeError: as ``plans``.
         """
         self._check()
         if self.ended is not None:
@@ -329,7 +336,7 @@ class Worker:
         ``step`` and ``plans`` do so. Call it where neither is called for long, and the other ranks need not wait.
 
         Raises:
-            As ``plans``.
+            ChannelError, DecodeError: as ``plans``.
         """
         self._check()
         with self._ending_on_error():
@@ -337,7 +344,12 @@ class Worker:
                 pass
 
     def log(self, name: str, value: float) -> None:
-        """Add a value to a scalar of the next report; the cohort's mean comes back in ``epoch_metrics``."""
+        """Add a value to a scalar of the next report; the cohort's mean comes back in ``epoch_metrics``.
+
+        Args:
+            name: the scalar's name.
+            value: the value; the report carries the sum and the number of them.
+        """
         total, count = self._scalars.get(name, (0.0, 0))
         self._scalars[name] = (total + float(value), count + 1)
 
@@ -365,7 +377,9 @@ class Worker:
 
         Args:
             port: the port to serve the dashboard at.
-            svg, label, hash: a drawing of the model, its caption, and a hash that tells one model from another.
+            svg: a drawing of the model; without it ``label`` and ``hash`` are not told either.
+            label: its caption.
+            hash: what tells one model from another.
             metadata: JSON text to show.
             hardware: this rank's hardware in words.
 

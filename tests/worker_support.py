@@ -111,8 +111,10 @@ class Coordinator:
 class Stack:
     """`peer stack`: the crate's controller, coordinator and relays, in one process."""
 
-    def __init__(self, binary: Path, *options: Any, env: dict[str, str] | None = None) -> None:
-        command = [str(binary), "stack", "--salt", SALT.hex(), "--max-secs", "60", *map(str, options)]
+    def __init__(
+        self, binary: Path, *options: Any, env: dict[str, str] | None = None, max_secs: int = 60
+    ) -> None:
+        command = [str(binary), "stack", "--salt", SALT.hex(), "--max-secs", str(max_secs), *map(str, options)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
         )
