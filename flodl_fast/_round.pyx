@@ -41,6 +41,7 @@ from flodl_fast._codec cimport FrameCodec, Input, Output, is_strict
 from flodl_fast._wire cimport *
 
 from flodl_fast._codec import plain_number
+from flodl_fast.display import layout_table
 from flodl_fast.errors import (
     AuthenticationError,
     BadMagicError,
@@ -374,6 +375,9 @@ cdef class TensorLayout:
 
     def __repr__(self):
         return f"TensorLayout({self.count} tensors, a frame of {self.size} bytes)"
+
+    def _repr_html_(self):
+        return layout_table(self)
 
     @property
     def frame_size(self):

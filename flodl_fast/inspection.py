@@ -131,6 +131,11 @@ class Entry:
     leg: str | None = None
     leg_rank: int | None = None
 
+    def __repr__(self) -> str:
+        words = " ".join(filter(None, (self.frame, self.kind, self.name)))
+        fault = "" if self.fault is None else f", {self.fault}"
+        return f"Entry({words}, {self.size} bytes at {self.offset}, MAC {self.mac}{fault})"
+
     @property
     def good(self) -> bool:
         """Whether nothing is wrong, its MAC and the frame inside included."""

@@ -303,6 +303,13 @@ class Channel:
         if line is not None:
             self.ranks, self.world, self.host = line.ranks, line.world, line.host
 
+    def __repr__(self) -> str:
+        word = "rank" if len(self.ranks) == 1 else "ranks"
+        whose = f"{word} {', '.join(map(str, self.ranks))} of {self.world}, " if self.ranks else ""
+        way = f"host {self.host!r}, " if self.host is not None else ""
+        state = "closed" if self.closed else "open"
+        return f"{type(self).__name__}({whose}{way}revision {self.codec.revision.value}, {state})"
+
     @property
     def closed(self) -> bool:
         """Whether the channel is closed, by ``close`` or by an error."""
