@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from . import messages as wire
 from . import protocol
