@@ -11,12 +11,19 @@ BIN := $(VENV)/bin
 MADE := $(VENV)/.made-$(subst /,-,$(PYTHON))
 BUILT := $(VENV)/.built-$(KIND)
 SOURCES := setup.py pyproject.toml $(wildcard flodl_fast/*.pyx flodl_fast/*.pxd flodl_fast/_native/*)
+FUZZ_SECONDS ?= 60
+FUZZ_TARGETS ?=
+FUZZ_FRAMES ?= 200000
+TRIALS ?= 300
+SOAK_MINUTES ?= 30
 ARM_CC := aarch64-linux-gnu-gcc
 ARM_RUN := qemu-aarch64
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-flodl build test test-kernels test-pythons test-arm test-sanitize coverage bench bench-gate lint dist clean
+.PHONY: help \
+    demo demo-flodl build test test-kernels test-pythons test-arm test-sanitize test-valgrind test-faults \
+    soak fuzz fuzz-crate coverage bench bench-gate lint dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1: /p' $(MAKEFILE_LIST)
@@ -54,6 +61,30 @@ test-sanitize: ## the suite under the address and undefined-behaviour sanitizers
 	$(MAKE) $(VENV)/.with-test
 	LD_PRELOAD="$(foreach lib,libasan libubsan libstdc++,$$($(CC) -print-file-name=$(lib).so))" \
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(BIN)/python -m pytest
+
+test-valgrind: ## the checks of the C kernels that valgrind can run, under its memcheck
+	@command -v valgrind >/dev/null || { echo 'Needs valgrind. Debian, Ubuntu: apt-get install valgrind' >&2; exit 1; }
+	mkdir -p build
+	$(CC) -O1 -g -ffp-contract=off -Iflodl_fast/_native -o build/check_kernels.valgrind \
+	    tests/native/check_kernels.c $(wildcard flodl_fast/_native/*.c)
+	valgrind --quiet --error-exitcode=1 --leak-check=full --show-leak-kinds=all build/check_kernels.valgrind
+
+fuzz: export FLODL_FAST_SANITIZE = address,fuzzer-no-link
+fuzz: export CC = clang
+fuzz: ## coverage-guided fuzzing of every target, FUZZ_SECONDS each; FUZZ_TARGETS="control mux" picks some
+	@command -v $(CC) >/dev/null || { echo 'Needs clang. Debian, Ubuntu: apt-get install clang' >&2; exit 1; }
+	$(MAKE) $(VENV)/.with-fuzz
+	LD_PRELOAD="$$($(BIN)/python -c 'import atheris; print(atheris.path())')/asan_with_fuzzer.so" \
+	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+	    $(BIN)/python tests/fuzz/harness.py $(FUZZ_SECONDS) build/fuzz $(FUZZ_TARGETS)
+
+fuzz-crate: $(VENV)/.with-test ## mutated frames, FUZZ_FRAMES in all, to the published crates and to us: the same outcomes; needs cargo
+	FLODL_FAST_MUTATIONS=$(FUZZ_FRAMES) $(BIN)/python -m pytest tests/interop/test_mutations.py
+test-faults: $(VENV)/.with-test ## train over networks that fail, TRIALS=300 times; against the crate where cargo is installed
+	$(BIN)/python tests/faults.py --trials $(TRIALS)
+
+soak: $(VENV)/.with-test ## train for SOAK_MINUTES=30, kill ranks, watch memory, descriptors and threads
+	$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES)
 
 coverage: export FLODL_FAST_COVERAGE = 1
 coverage: ## line coverage of the Python and Cython sources

@@ -80,6 +80,7 @@ cdef extern from *:
     bint PyLong_Check(PyObject*)
     bint PyBool_Check(PyObject*)
     bint PyFloat_Check(PyObject*)
+    bint PyFloat_CheckExact(PyObject*)
     bint PyUnicode_Check(PyObject*)
     bint PyBytes_Check(PyObject*)
     bint PyByteArray_Check(PyObject*)
@@ -103,6 +104,7 @@ cdef extern from *:
     const void* PyUnicode_DATA(PyObject*)
     Py_ssize_t PyUnicode_GET_LENGTH(PyObject*)
     int _PyBytes_Resize(PyObject**, Py_ssize_t) except -1
+    void Py_SET_SIZE(PyObject*, Py_ssize_t)
     PyObject* PyBytes_NewOwned "PyBytes_FromStringAndSize"(const char*, Py_ssize_t) except NULL
     char* PyBytes_Start "PyBytes_AS_STRING"(PyObject*)
     Py_ssize_t PyBytes_Length "PyBytes_GET_SIZE"(PyObject*)
@@ -137,7 +139,7 @@ _OPS = {
 _LEAST = {F32: 4, F64: 8}
 _MOST = {U8: 0xFF, U16: 0xFFFF, U32: 0xFFFFFFFF, U64: 0xFFFFFFFFFFFFFFFF}
 
-DEF SCRATCH = 1024          # messages up to this size are built on the C stack
+DEF SCRATCH = 4096          # messages up to this size are built on the C stack
 DEF HEADER = 24             # a control frame's header
 DEF MUX_HEADER = 25
 DEF QUIET = 16384           # bytes from which on the GIL is released around a MAC
@@ -421,8 +423,12 @@ cdef inline void begin(Writer* w, uint8_t* scratch) noexcept:
 
 cdef int grow(Writer* w, Py_ssize_t n) except -1:
     """Make room for n bytes more."""
+    return make_room(w, 2 * (w.p - w.start + n))
+
+
+cdef int make_room(Writer* w, Py_ssize_t room) except -1:
+    """Give the writer so many bytes in all."""
     cdef Py_ssize_t used = w.p - w.start
-    cdef Py_ssize_t room = 2 * (used + n)
     if w.owner is NULL:
         w.owner = PyBytes_NewOwned(NULL, room)
         memcpy(PyBytes_Start(w.owner), w.start, used)
@@ -432,6 +438,11 @@ cdef int grow(Writer* w, Py_ssize_t n) except -1:
     w.p = w.start + used
     w.end = w.start + room
     return 0
+
+
+cdef inline Py_ssize_t foresee(Py_ssize_t used, Py_ssize_t done, Py_ssize_t whole) noexcept:
+    """The room that the whole will take, and a little more, where a part of it is done; within what is sane."""
+    return min(used * whole // done // 32 * 33, 16 * used) + 1024
 
 
 cdef inline int reserve(Writer* w, Py_ssize_t n) except -1:
@@ -445,7 +456,13 @@ cdef object finish(Writer* w):
     cdef Py_ssize_t n = w.p - w.start
     if w.owner is NULL:
         return PyBytes_FromStringAndSize(<char*>w.start, n)
-    _PyBytes_Resize(&w.owner, n)
+    if w.end - w.p <= n >> 4:
+        # Cut short where it lies: an allocator that gets back less than is asked of it the next time keeps asking
+        # the system for pages, which cost as much as hashing what they hold.
+        w.p[0] = 0
+        Py_SET_SIZE(w.owner, n)
+    else:
+        _PyBytes_Resize(&w.owner, n)
     done = <object>w.owner
     Py_DecRef(w.owner)
     w.owner = NULL
@@ -454,6 +471,12 @@ cdef object finish(Writer* w):
 
 cdef inline int write_varint(Writer* w, uint64_t x) except -1:
     reserve(w, 9)
+    put_varint(w, x)
+    return 0
+
+
+cdef inline void put_varint(Writer* w, uint64_t x) noexcept:
+    """A varint, where there is room for 9 bytes."""
     if x < 251:
         w.p[0] = <uint8_t>x
         w.p += 1
@@ -469,7 +492,12 @@ cdef inline int write_varint(Writer* w, uint64_t x) except -1:
         w.p[0] = 253
         ff_store64(w.p + 1, x)
         w.p += 9
-    return 0
+
+
+cdef inline void put_f64(Writer* w, PyObject* value) noexcept:
+    """A float object, where there is room for 8 bytes."""
+    ff_store_f64(w.p, PyFloat_AS_DOUBLE(value))
+    w.p += 8
 
 
 cdef inline int write_raw(Writer* w, const void* data, Py_ssize_t n) except -1:
@@ -559,7 +587,7 @@ cdef double to_float(Writer* w, PyObject* value) except? -1:
     return x
 
 
-cdef inline int write_f64(Writer* w, PyObject* value) except -1:
+cdef int write_f64(Writer* w, PyObject* value) except -1:
     cdef double x = PyFloat_AS_DOUBLE(value) if PyFloat_Check(value) else to_float(w, value)
     reserve(w, 8)
     ff_store_f64(w.p, x)
@@ -616,7 +644,8 @@ cdef int write_bytes(Writer* w, const Node* t, PyObject* value) except -1:
 cdef int write_items(Writer* w, const Node* t, PyObject* value) except -1:
     """A list, or a tuple of the layout's length."""
     cdef Where here
-    cdef Py_ssize_t i, n
+    cdef Py_ssize_t i, n, first = 0
+    cdef uint8_t* p
     cdef object items = <object>value, item
     if not (PyList_Check(value) or PyTuple_Check(value)):
         raise bad_type(w, "a list" if t.op == LIST else f"a tuple of {t.n}", items)
@@ -625,27 +654,33 @@ cdef int write_items(Writer* w, const Node* t, PyObject* value) except -1:
         write_varint(w, n)
     elif n != t.n:
         raise bad_value(w, f"expected {t.n} items, got {n}")
+    if t.op == LIST and t.child.op == F64:
+        reserve(w, 8 * n)
+        p = w.p
+        while first < n and PyFloat_CheckExact(PySequence_Item(value, first)):
+            ff_store_f64(p + 8 * first, PyFloat_AS_DOUBLE(PySequence_Item(value, first)))
+            first += 1
+        w.p = p + 8 * first
     here.up = w.where
     here.node = t
     here.key = NULL
     w.where = &here
-    for i in range(n):
+    for i in range(first, n):
         here.index = i
         # a value's own conversion code may have changed the list meanwhile
         if PySequence_Length(value) != n:
             raise bad_value(w, "changed its length while it was encoded")
         item = <object>PySequence_Item(value, i)
-        if t.child.op == F64 and t.op == LIST:
-            write_f64(w, <PyObject*>item)
-        else:
-            write_value(w, t.child if t.op == LIST else &t.child[i], <PyObject*>item)
+        write_value(w, t.child if t.op == LIST else &t.child[i], <PyObject*>item)
     w.where = here.up
     return 0
 
 
 cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
     cdef Where here
-    cdef Py_ssize_t at = 0, n, written = 0
+    cdef Py_ssize_t at = 0, n, written = 0, length
+    cdef bint floats = t.child[1].op == F64
+    cdef uint8_t* p
     cdef PyObject* key
     cdef PyObject* item
     cdef object owned = <object>value, owned_key, owned_item
@@ -658,14 +693,20 @@ cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
     here.index = 0
     w.where = &here
     while PyDict_Next(value, &at, &key, &item):
+        written += 1
+        if (floats and PyFloat_CheckExact(item) and PyUnicode_CheckExact(key) and PyUnicode_IS_COMPACT_ASCII(key)):
+            length = PyUnicode_GET_LENGTH(key)
+            reserve(w, length + 17)
+            put_varint(w, length)
+            p = w.p
+            ff_copy_short(p, PyUnicode_DATA(key), length)
+            ff_store_f64(p + length, PyFloat_AS_DOUBLE(item))
+            w.p = p + length + 8
+            continue
         owned_key, owned_item = <object>key, <object>item
         here.key = key
         write_text(w, key)
-        if t.child[1].op == F64:
-            write_f64(w, item)
-        else:
-            write_value(w, &t.child[1], item)
-        written += 1
+        write_value(w, &t.child[1], item)
         if written > n or PyDict_GET_SIZE(value) != n:
             raise bad_value(w, "changed its size while it was encoded")
     w.where = here.up
@@ -695,23 +736,28 @@ cdef int write_struct(Writer* w, const Node* t, PyObject* message) except -1:
     here.node = t
     here.key = NULL
     w.where = &here
+    reserve(w, 9 * t.n)
     for i in range(t.n):
         here.index = i
         part = &t.child[i]
         value = (<PyObject**>(<char*>message + part.slot))[0]
         if value is NULL:
             raise TypeError(f"{path_of(w.where)}: the field has no value")
-        # The three most frequent kinds of field without another call.
-        if part.op == F64:
-            write_f64(w, value)
+        # The most frequent kinds of field, of at most 9 bytes, without another call.
+        if part.op == F64 and PyFloat_CheckExact(value):
+            put_f64(w, value)
         elif part.op == U64 and PyLong_CheckExact(value):
             write_whole(w, part, value)
         elif part.op == OPT and value is None_:
-            reserve(w, 1)
             w.p[0] = 0
             w.p += 1
+        elif part.op == OPT and part.child.op == F64 and PyFloat_CheckExact(value):
+            w.p[0] = 1
+            w.p += 1
+            put_f64(w, value)
         else:
             write_value(w, part, value)
+            reserve(w, 9 * t.n)
     w.where = here.up
     return 0
 
@@ -1352,11 +1398,12 @@ cdef class FrameCodec:
         """
         cdef uint8_t scratch[SCRATCH]
         cdef Writer w
-        cdef Py_ssize_t at, waiting = -1, i = 0
-        messages = iter(messages)
+        cdef Py_ssize_t at, waiting = -1, i = 0, listed = len(messages) if type(messages) is list else 0
         begin(&w, scratch)
         try:
             for message in messages:
+                if i and i % BATCH == 0 and i < listed and (w.end - w.p) * i < (w.p - w.start) * min(BATCH, listed - i):
+                    make_room(&w, foresee(w.p - w.start, i, listed))
                 if prefixed:
                     reserve(&w, 4)
                     w.p += 4
@@ -1690,6 +1737,7 @@ cdef class Records:
     cdef dict gathered                  # variant -> its array, or its list of rows
     cdef bint begun[64]                 # per variant: met before
     cdef char* next[64]                 # per variant of numbers: where its next record goes
+    cdef Py_ssize_t left[64]            # and how many more there is room for
 
     def __cinit__(self, Table table, Scan scan):
         self.table = table
@@ -1723,24 +1771,36 @@ cdef class Records:
                     row.append(value is not None)
             (<list>self.gathered[variant]).append(tuple(row))
             return 0
+        if self.left[variant] == 0:
+            self.extend(variant, layout)
+        memset(self.next[variant], 0, layout.column)
         (<int64_t*>self.next[variant])[0] = self.scan.index
         read_record(&r, layout, self.next[variant])
         if self.scan.strict:
             check_end(&r, (<object>layout.cls).__name__)
         self.next[variant] += layout.column
+        self.left[variant] -= 1
         return 0
 
     cdef int begin(self, uint32_t variant, const Node* layout) except -1:
-        cdef Py_ssize_t least = HEADER + 1 + layout.least + (4 if self.scan.prefixed else 0)
         dtype, plain = self.table.columns[variant]
         self.begun[variant] = True
-        if not plain:
-            self.gathered[variant] = []
-            return 0
-        # No more whole frames than this can follow, and one that turns out too short; unwritten pages cost nothing.
-        array = np.zeros((self.scan.source.n - self.scan.at) // least + 1, dtype)
+        self.gathered[variant] = np.empty(2 * BATCH, dtype) if plain else []
+        if plain:
+            self.next[variant] = data_of(self.gathered[variant])
+            self.left[variant] = 2 * BATCH
+        return 0
+
+    cdef int extend(self, uint32_t variant, const Node* layout) except -1:
+        """Make the room that the rest of the buffer will take, going by the part of it that is done."""
+        full = self.gathered[variant]
+        cdef Py_ssize_t used = full.nbytes
+        cdef Py_ssize_t room = foresee(used, self.scan.at, self.scan.source.n) // layout.column
+        array = np.empty(room, full.dtype)
+        memcpy(data_of(array), data_of(full), used)
         self.gathered[variant] = array
-        self.next[variant] = <char*><uintptr_t>array.ctypes.data
+        self.next[variant] = data_of(array) + used
+        self.left[variant] = room - used // layout.column
         return 0
 
     cdef dict arrays(self):
@@ -1751,10 +1811,17 @@ cdef class Records:
             if self.next[<int>variant] is NULL:
                 rows = np.array(rows, self.table.columns[variant][0])
             else:
-                rows.resize((<uintptr_t>self.next[<int>variant] - <uintptr_t>rows.ctypes.data) // rows.itemsize,
-                            refcheck=False)
+                n = len(rows) - self.left[<int>variant]
+                if self.left[<int>variant] <= n >> 4:
+                    rows = rows[:n]             # kept whole, as in finish
+                else:
+                    rows.resize(n, refcheck=False)
             named[(<object>self.table.families[TIMING].variants[<int>variant].cls).__name__] = rows
         return named
+
+
+cdef char* data_of(array) except NULL:
+    return <char*><uintptr_t>array.ctypes.data
 
 
 cdef int read_record(Reader* r, const Node* message, char* record) except -1:

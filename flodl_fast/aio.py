@@ -175,6 +175,9 @@ class _Link(net.Link, asyncio.Protocol):
     def fileno(self) -> int:
         return -1 if self._gone.done() else self._transport.get_extra_info("socket").fileno()
 
+    def peer(self) -> Any:
+        return self._transport.get_extra_info("peername")
+
 
 def _waiter(wait: float | None) -> asyncio.Future[bool]:
     """A future that is True once woken, False once the wait has passed."""
@@ -194,6 +197,7 @@ def _wake(waiter: asyncio.Future[bool] | None, value: bool = True) -> None:
 async def _shake_hands(link: _Link, steps: Steps[T]) -> T:
     """Carry out a handshake; where it fails the socket is closed."""
     try:
+        net.warn_of_public(link.peer())
         return await link.run(steps)
     except BaseException as error:
         await link.close()
@@ -337,9 +341,11 @@ class DataChannel(_Channel):
                 await asyncio.shield(self._sending)
                 return self._rounds.adopt(out, view)
 
-    async def broadcast(self, arrays: Iterable[Any], root: int = 0, out: Iterable[Any] | None = None) -> RoundFrame:
+    async def broadcast(
+        self, arrays: Iterable[Any], root: int = 0, out: Iterable[Any] | None = None, *, view: bool = False
+    ) -> RoundFrame:
         """As ``channel.DataChannel.broadcast``."""
-        return await self.all_reduce(self._rounds.broadcast(arrays, root), RoundKind.CONTROL, 0.0, out)
+        return await self.all_reduce(self._rounds.broadcast(arrays, root), RoundKind.CONTROL, 0.0, out, view=view)
 
     async def gather(self, value: float) -> np.ndarray:
         """As ``channel.DataChannel.gather``."""

@@ -127,10 +127,17 @@ class _Link(net.Link):
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    def peer(self) -> Any:
+        try:
+            return self._sock.getpeername()
+        except OSError:
+            return None
+
 
 def _shake_hands(link: _Link, steps: Steps[T]) -> T:
     """Carry out a handshake; where it fails the socket is closed."""
     try:
+        net.warn_of_public(link.peer())
         return link.run(steps)
     except BaseException as error:
         link.close()
@@ -369,7 +376,9 @@ class DataChannel(_Channel):
                 self._link.run(self._rounds.exchange(request, self.deadlines.reply))
                 return self._rounds.adopt(out, view)
 
-    def broadcast(self, arrays: Iterable[Any], root: int = 0, out: Iterable[Any] | None = None) -> RoundFrame:
+    def broadcast(
+        self, arrays: Iterable[Any], root: int = 0, out: Iterable[Any] | None = None, *, view: bool = False
+    ) -> RoundFrame:
         """One round in which all ranks take the root's values: it sends ``arrays``, the others zeros of their shapes.
 
         Every rank, the root too, should adopt the result: -0.0 comes back as +0.0.
@@ -378,11 +387,12 @@ class DataChannel(_Channel):
             arrays: as for ``all_reduce``; at ranks other than the root only their shapes count.
             root: the rank whose values are meant.
             out: as for ``all_reduce``; ``arrays`` to adopt in place.
+            view: as for ``all_reduce``.
 
         Raises:
             EncodeError, TensorError, TypeError, ValueError, ChannelError, DecodeError: as ``all_reduce``.
         """
-        return self.all_reduce(self._rounds.broadcast(arrays, root), RoundKind.CONTROL, 0.0, out)
+        return self.all_reduce(self._rounds.broadcast(arrays, root), RoundKind.CONTROL, 0.0, out, view=view)
 
     def gather(self, value: float) -> np.ndarray:
         """One round in which each rank gives a number.

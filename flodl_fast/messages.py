@@ -565,10 +565,10 @@ class JoinHello:
 
 @dataclass(slots=True)
 class JoinAccept:
-    """The controller admits the host with these ranks."""
+    """The controller admits the host with these ranks; its repr leaves the salt out."""
 
     ranks: list[u32]
-    salt_hex: Opt[str]
+    salt_hex: Opt[str] = field(repr=False)
     formation_wait_secs: u64
 
 
@@ -581,10 +581,13 @@ class JoinReject:
 
 @dataclass(slots=True)
 class JoinWorldFormed:
-    """The world is complete; envelope and relay spec are hex of JSON (docs/wire.md §8)."""
+    """The world is complete; envelope and relay spec are hex of JSON (docs/wire.md §8).
 
-    envelope_hex: str
-    relay_spec_hex: Opt[str] = None
+    Both hold the salt, so that the repr leaves them out.
+    """
+
+    envelope_hex: str = field(repr=False)
+    relay_spec_hex: Opt[str] = field(default=None, repr=False)
 
 
 @dataclass(slots=True)

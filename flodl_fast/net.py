@@ -6,6 +6,7 @@ A conversation is a generator of steps, each bytes to send or a view to fill, wh
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import math
 import os
 import struct
@@ -182,6 +183,42 @@ def handshake_failed(error: FlodlError) -> HandshakeError:
     return HandshakeError(f"the handshake failed: {error}{hint}")
 
 
+# ---------------------------------------------------------------------------------------------------- public peers
+
+# What the crate takes for private: loopback, RFC 1918, link-local, RFC 6598 where overlays live, and RFC 4193.
+_PRIVATE = [
+    ipaddress.ip_network(network)
+    for network in (
+        "127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "100.64.0.0/10",
+        "::1/128", "fe80::/10", "fc00::/7",
+    )
+]  # fmt: skip
+_warned: set[str] = set()
+
+
+def is_private(host: str) -> bool:
+    """Whether an IP address belongs to this machine or to a private network."""
+    address: Any = ipaddress.ip_address(host)
+    address = getattr(address, "ipv4_mapped", None) or address
+    return any(address.version == network.version and address in network for network in _PRIVATE)
+
+
+def warn_of_public(peer: Any) -> None:
+    """Warn, once for each host, of a peer whose address is public: all that goes there can be read on the way.
+
+    Args:
+        peer: as ``socket.getpeername`` gives it; what is no IP address is left alone.
+    """
+    if not isinstance(peer, tuple) or peer[0] in _warned or is_private(peer[0]):
+        return
+    _warned.add(peer[0])
+    warnings.warn(
+        f"flodl peer {peer[0]} is outside any private network, and the wire is not encrypted: whoever sees the traffic "
+        "reads parameters and metrics; keep it in a private network or a tunnel (docs/security.md)",
+        stacklevel=2,
+    )
+
+
 # ------------------------------------------------------------------------------------------------- links, channels
 
 
@@ -234,6 +271,10 @@ class Link(ABC):
 
     @abstractmethod
     def fileno(self) -> int: ...
+
+    @abstractmethod
+    def peer(self) -> Any:
+        """The other end's address, as ``socket.getpeername`` gives it; None where it has none any more."""
 
 
 class Channel:

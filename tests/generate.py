@@ -188,3 +188,19 @@ def damage(rng: random.Random, data: bytes) -> bytes:
         case _:
             byte = rng.choice((0, 1, 2, 0x14, 0xFA, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF, rng.randrange(256)))
             return data[:at] + bytes([byte]) + data[at + 1:]
+
+
+def mutated(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    """`data` spliced with the end of another input, with bytes doubled, put in or moved, or damaged."""
+    at = rng.randrange(len(data) + 1)
+    match rng.randrange(5):
+        case 0:
+            return data[:at] + other[at:]
+        case 1:
+            return data[:at] + data[at // 2:]
+        case 2:
+            return data[:at] + bytes([rng.choice((251, 252, 253))]) + data[at:]
+        case 3:
+            return data[at:] + data[:at]
+        case _:
+            return damage(rng, data or b"?")

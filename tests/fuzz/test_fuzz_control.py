@@ -13,7 +13,7 @@ import random
 import numpy as np
 import reference as ref
 from conftest import SALT, same
-from generate import damage
+from generate import damage, mutated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import CODEC, KIND_OF, NUMBER_OF, codec_at, drawn, oracle_form, signed_frame, signed_record
@@ -243,21 +243,6 @@ def test_any_stream_ends_as_its_frames_do(picks, prefixed, rng, broken):
 
 
 MESSAGES = [message for message in drawn(81, 200, kinds=tuple(ref.SCHEMA)) if KIND_OF[type(message)] != "Relay"]
-
-
-def mutated(rng, payload, other):
-    at = rng.randrange(len(payload) + 1)
-    match rng.randrange(5):
-        case 0:
-            return payload[:at] + other[at:]
-        case 1:
-            return payload[:at] + payload[at // 2:]
-        case 2:
-            return payload[:at] + bytes([rng.choice((251, 252, 253))]) + payload[at:]
-        case 3:
-            return payload[at:] + payload[:at]
-        case _:
-            return damage(rng, payload or b"?")
 
 
 def test_mutations():
