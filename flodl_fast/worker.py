@@ -30,8 +30,6 @@ from .rounds import frame_ceiling, gamma_mass, mover_mass
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Arrays = tuple[NDArray[np.float32], ...]
-
 __all__ = ["Plan", "Worker"]
 
 HEARTBEAT = 1.0  # seconds between two beacons
