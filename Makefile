@@ -115,6 +115,9 @@ lint: $(VENV)/.with-dev ## ruff, mypy, pyright, and the stubs against the compil
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/python -m mypy.stubtest flodl_fast._codec flodl_fast._round
 
+docs: $(VENV)/.with-docs ## the documentation site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 dist: $(VENV)/.with-dev ## an sdist, and a wheel built from it, in dist/
 	$(BIN)/python -m build
 

@@ -50,6 +50,7 @@ from flodl_fast.protocol import (
     lookalike,
     parse_salt,
     supported_revision,
+    wrong_magic,
 )
 
 cdef extern from *:
@@ -1303,7 +1304,7 @@ cdef class FrameCodec:
         if n < HEADER:
             return 0
         if ff_load32(p) != CONTROL_MAGIC:
-            raise BadMagicError(f"expected a control frame's magic {CONTROL_MAGIC:#x}, got {ff_load32(p):#x}")
+            raise BadMagicError(wrong_magic(CONTROL_MAGIC, ff_load32(p)))
         if ff_load32(p + 4) != self.control_version:
             raise VersionMismatchError(f"control frame version {ff_load32(p + 4)}, revision {self.revision.value} "
                                        f"has {self.control_version}")
@@ -1578,7 +1579,7 @@ cdef class FrameCodec:
         if n < MUX_HEADER:
             return 0
         if ff_load32(p) != MUX_MAGIC:
-            raise BadMagicError(f"expected a mux record's magic {MUX_MAGIC:#x}, got {ff_load32(p):#x}")
+            raise BadMagicError(wrong_magic(MUX_MAGIC, ff_load32(p)))
         if ff_load32(p + 4) != self.mux_version:
             raise VersionMismatchError(f"mux record version {ff_load32(p + 4)}, revision {self.revision.value} has "
                                        f"{self.mux_version}")
