@@ -41,6 +41,7 @@ from flodl_fast._codec cimport FrameCodec, Input, Output, is_strict
 from flodl_fast._wire cimport *
 
 from flodl_fast._codec import plain_number
+from flodl_fast.display import layout_table
 from flodl_fast.errors import (
     AuthenticationError,
     BadMagicError,
@@ -51,7 +52,16 @@ from flodl_fast.errors import (
     TruncatedError,
     UnknownKindError,
 )
-from flodl_fast.protocol import BF16_SINCE, DTYPE_BF16, DTYPE_F32, ELISION_SINCE, MAGIC_ROUND, Revision, RoundKind
+from flodl_fast.protocol import (
+    BF16_SINCE,
+    DTYPE_BF16,
+    DTYPE_F32,
+    ELISION_SINCE,
+    MAGIC_ROUND,
+    Revision,
+    RoundKind,
+    wrong_magic,
+)
 
 cdef extern from "_native/fold.h" nogil:
     void ff_fold_f32(float* out, const uint8_t** inputs, size_t frames, size_t n, int scaled, float scale)
@@ -209,7 +219,7 @@ cdef int walk(FrameCodec codec, const uint8_t* p, Py_ssize_t n, Walk* w, TensorL
         if n < 8:
             return 0
         if ff_load32(p) != ROUND_MAGIC:
-            raise BadMagicError(f"expected a round frame's magic {ROUND_MAGIC:#x}, got {ff_load32(p):#x}")
+            raise BadMagicError(wrong_magic(ROUND_MAGIC, ff_load32(p)))
         w.tensors = ff_load32(p + 4)
         if w.tensors > <uint64_t>codec.max_tensors:
             raise LimitError(f"a round frame of {w.tensors} tensors is above the limit of {codec.max_tensors} "
@@ -374,6 +384,9 @@ cdef class TensorLayout:
 
     def __repr__(self):
         return f"TensorLayout({self.count} tensors, a frame of {self.size} bytes)"
+
+    def _repr_html_(self):
+        return layout_table(self)
 
     @property
     def frame_size(self):

@@ -213,6 +213,10 @@ class _Channel(net.Channel):
     async def close(self) -> None:
         """Close at once; calls that wait in other tasks raise ChannelClosed. Closing again does nothing."""
         await self._link.close()
+        self._free()
+
+    def _free(self) -> None:
+        """Let go of the memory that frames were kept in."""
 
     async def __aenter__(self: Self) -> Self:
         return self
@@ -230,6 +234,9 @@ class _MessageChannel(_Channel):
         super().__init__(link, codec, line)
         self._messages = Messages(codec, line)
         self._buffer = memoryview(bytearray(net.READ_SIZE))
+
+    def _free(self) -> None:
+        self._buffer = memoryview(b"")
 
     async def send(self, message: Message, rank: int | None = None) -> None:
         """As ``channel.ControlChannel.send``; cancelled, the message goes out whole or not at all."""
@@ -303,6 +310,9 @@ class DataChannel(_Channel):
         self._rounds = Rounds(codec, line)
         self._sending: asyncio.Task[None] | None = None
         self._coming: asyncio.Task[RelayMsg | None] | None = None
+
+    def _free(self) -> None:
+        self._rounds.free()
 
     @classmethod
     async def connect(

@@ -157,6 +157,10 @@ class _Channel(net.Channel):
         world (docs/wire.md §8).
         """
         self._link.close()
+        self._free()
+
+    def _free(self) -> None:
+        """Let go of the memory that frames were kept in."""
 
     def __enter__(self: Self) -> Self:
         return self
@@ -174,6 +178,9 @@ class _MessageChannel(_Channel):
         super().__init__(link, codec, line)
         self._messages = Messages(codec, line)
         self._buffer = memoryview(bytearray(net.READ_SIZE))
+
+    def _free(self) -> None:
+        self._buffer = memoryview(b"")
 
     def send(self, message: Message, rank: int | None = None) -> None:
         """Send a message; returns when all of its frame is with the operating system.
@@ -304,6 +311,9 @@ class DataChannel(_Channel):
     def __init__(self, link: _Link, codec: Codec, line: Line) -> None:
         super().__init__(link, codec, line)
         self._rounds = Rounds(codec, line)
+
+    def _free(self) -> None:
+        self._rounds.free()
 
     @classmethod
     def connect(

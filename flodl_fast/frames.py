@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from . import _round
 from ._codec import FrameCodec, whole_number
+from .display import one_line
 from .errors import (
     AuthenticationError,
     BadMagicError,
@@ -33,6 +34,7 @@ from .protocol import (
     VERSIONS,
     MuxKind,
     Revision,
+    wrong_magic,
 )
 from .rounds import RoundFrame
 from .signature import told_signatures
@@ -59,6 +61,8 @@ class MuxRecord:
     kind: MuxKind
     rank: int = 0
     payload: bytes | RelayMsg = b""
+
+    __repr__ = one_line
 
 
 class Codec(FrameCodec):
@@ -337,7 +341,7 @@ class Codec(FrameCodec):
             raise TruncatedError(f"a {channel} {part} has {size} bytes, got {len(data)}")
         found_magic, found = struct.unpack_from("<2I", data)
         if found_magic != magic:
-            raise BadMagicError(f"expected the magic of a {channel} {part}, {magic:#x}, got {found_magic:#x}")
+            raise BadMagicError(wrong_magic(magic, found_magic))
         version = getattr(VERSIONS[self.revision], channel)
         if found != version:
             names = " or ".join(r.value for r, versions in VERSIONS.items() if getattr(versions, channel) == found)
