@@ -359,7 +359,9 @@ class DataChannel(_Channel):
 
     async def gather(self, value: float) -> np.ndarray:
         """As ``channel.DataChannel.gather``."""
-        return (await self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0)).tensors[0]
+        reply = await self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0)
+        slots: np.ndarray = reply.tensors[0]
+        return slots
 
     # -- the serving side
 

@@ -416,7 +416,8 @@ class DataChannel(_Channel):
         Raises:
             EncodeError, TensorError, TypeError, ValueError, ChannelError, DecodeError: as ``all_reduce``.
         """
-        return self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0).tensors[0]
+        slots: np.ndarray = self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0).tensors[0]
+        return slots
 
     # -- the serving side
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from . import _round
 from ._codec import FrameCodec, whole_number
+from .display import one_line
 from .errors import (
     AuthenticationError,
     BadMagicError,
@@ -34,6 +35,7 @@ from .protocol import (
     VERSIONS,
     MuxKind,
     Revision,
+    wrong_magic,
 )
 from .rounds import RoundFrame
 
@@ -59,6 +61,8 @@ class MuxRecord:
     kind: MuxKind
     rank: int = 0
     payload: bytes | RelayMsg = b""
+
+    __repr__ = one_line
 
 
 class Codec(FrameCodec):
@@ -331,7 +335,7 @@ class Codec(FrameCodec):
             raise TruncatedError(f"a {what} has {size} bytes, got {len(data)}")
         found_magic, found_version = struct.unpack_from("<2I", data)
         if found_magic != magic:
-            raise BadMagicError(f"expected the magic of a {what}, {magic:#x}, got {found_magic:#x}")
+            raise BadMagicError(wrong_magic(magic, found_magic))
         if found_version != version:
             raise VersionMismatchError(
                 f"{what} version {found_version}, revision {self.revision.value} has {version}"

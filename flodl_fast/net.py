@@ -304,6 +304,13 @@ class Channel:
         if line is not None:
             self.ranks, self.world, self.host = line.ranks, line.world, line.host
 
+    def __repr__(self) -> str:
+        word = "rank" if len(self.ranks) == 1 else "ranks"
+        whose = f"{word} {', '.join(map(str, self.ranks))} of {self.world}, " if self.ranks else ""
+        way = f"host {self.host!r}, " if self.host is not None else ""
+        state = "closed" if self.closed else "open"
+        return f"{type(self).__name__}({whose}{way}revision {self.codec.revision.value}, {state})"
+
     @property
     def closed(self) -> bool:
         """Whether the channel is closed, by ``close`` or by an error."""
@@ -434,20 +441,6 @@ def _payload_size(codec: Codec, head: Any) -> int:
 # --------------------------------------------------------------------------------------------------------- messages
 
 
-class _Frames(FrameReader[Any]):
-    """A FrameReader that tells what it holds."""
-
-    @property
-    def pending(self) -> int:
-        """The bytes of frames not taken yet."""
-        return len(self._buffer) - self._start
-
-    @property
-    def rest(self) -> bytes:
-        """Those bytes."""
-        return bytes(self._buffer[self._start :])
-
-
 class Messages:
     """The framing of a message channel: bytes in any pieces to messages, and back.
 
@@ -467,7 +460,7 @@ class Messages:
     def _use(self, codec: Codec, rest: bytes = b"") -> None:
         self._codec = codec
         self._writer = FrameWriter(codec, "control", prefixed=self._prefixed)
-        self._reader = _Frames(codec, "mux" if self._mux else "control", prefixed=self._prefixed)
+        self._reader: FrameReader[Any] = FrameReader(codec, "mux" if self._mux else "control", prefixed=self._prefixed)
         self._reader.feed(rest)
 
     def rekey(self, codec: Codec) -> None:
