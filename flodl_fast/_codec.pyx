@@ -50,6 +50,7 @@ from flodl_fast.protocol import (
     lookalike,
     parse_salt,
     supported_revision,
+    wrong_magic,
 )
 
 cdef extern from *:
@@ -79,6 +80,7 @@ cdef extern from *:
     bint PyLong_Check(PyObject*)
     bint PyBool_Check(PyObject*)
     bint PyFloat_Check(PyObject*)
+    bint PyFloat_CheckExact(PyObject*)
     bint PyUnicode_Check(PyObject*)
     bint PyBytes_Check(PyObject*)
     bint PyByteArray_Check(PyObject*)
@@ -102,6 +104,7 @@ cdef extern from *:
     const void* PyUnicode_DATA(PyObject*)
     Py_ssize_t PyUnicode_GET_LENGTH(PyObject*)
     int _PyBytes_Resize(PyObject**, Py_ssize_t) except -1
+    void Py_SET_SIZE(PyObject*, Py_ssize_t)
     PyObject* PyBytes_NewOwned "PyBytes_FromStringAndSize"(const char*, Py_ssize_t) except NULL
     char* PyBytes_Start "PyBytes_AS_STRING"(PyObject*)
     Py_ssize_t PyBytes_Length "PyBytes_GET_SIZE"(PyObject*)
@@ -136,7 +139,7 @@ _OPS = {
 _LEAST = {F32: 4, F64: 8}
 _MOST = {U8: 0xFF, U16: 0xFFFF, U32: 0xFFFFFFFF, U64: 0xFFFFFFFFFFFFFFFF}
 
-DEF SCRATCH = 1024          # messages up to this size are built on the C stack
+DEF SCRATCH = 4096          # messages up to this size are built on the C stack
 DEF HEADER = 24             # a control frame's header
 DEF MUX_HEADER = 25
 DEF QUIET = 16384           # bytes from which on the GIL is released around a MAC
@@ -420,8 +423,12 @@ cdef inline void begin(Writer* w, uint8_t* scratch) noexcept:
 
 cdef int grow(Writer* w, Py_ssize_t n) except -1:
     """Make room for n bytes more."""
+    return make_room(w, 2 * (w.p - w.start + n))
+
+
+cdef int make_room(Writer* w, Py_ssize_t room) except -1:
+    """Give the writer so many bytes in all."""
     cdef Py_ssize_t used = w.p - w.start
-    cdef Py_ssize_t room = 2 * (used + n)
     if w.owner is NULL:
         w.owner = PyBytes_NewOwned(NULL, room)
         memcpy(PyBytes_Start(w.owner), w.start, used)
@@ -431,6 +438,11 @@ cdef int grow(Writer* w, Py_ssize_t n) except -1:
     w.p = w.start + used
     w.end = w.start + room
     return 0
+
+
+cdef inline Py_ssize_t foresee(Py_ssize_t used, Py_ssize_t done, Py_ssize_t whole) noexcept:
+    """The room that the whole will take, and a little more, where a part of it is done; within what is sane."""
+    return min(used * whole // done // 32 * 33, 16 * used) + 1024
 
 
 cdef inline int reserve(Writer* w, Py_ssize_t n) except -1:
@@ -444,7 +456,13 @@ cdef object finish(Writer* w):
     cdef Py_ssize_t n = w.p - w.start
     if w.owner is NULL:
         return PyBytes_FromStringAndSize(<char*>w.start, n)
-    _PyBytes_Resize(&w.owner, n)
+    if w.end - w.p <= n >> 4:
+        # Cut short where it lies: an allocator that gets back less than is asked of it the next time keeps asking
+        # the system for pages, which cost as much as hashing what they hold.
+        w.p[0] = 0
+        Py_SET_SIZE(w.owner, n)
+    else:
+        _PyBytes_Resize(&w.owner, n)
     done = <object>w.owner
     Py_DecRef(w.owner)
     w.owner = NULL
@@ -453,22 +471,34 @@ cdef object finish(Writer* w):
 
 cdef inline int write_varint(Writer* w, uint64_t x) except -1:
     reserve(w, 9)
-    if x < 251:
-        w.p[0] = <uint8_t>x
-        w.p += 1
-    elif x <= 0xFFFF:
-        w.p[0] = 251
-        ff_store16(w.p + 1, <uint16_t>x)
-        w.p += 3
-    elif x <= 0xFFFFFFFFu:
-        w.p[0] = 252
-        ff_store32(w.p + 1, <uint32_t>x)
-        w.p += 5
-    else:
-        w.p[0] = 253
-        ff_store64(w.p + 1, x)
-        w.p += 9
+    w.p = put_varint(w.p, x)
     return 0
+
+
+# What is put takes a place with room enough and gives the place after it.
+
+cdef inline uint8_t* put_varint(uint8_t* p, uint64_t x) noexcept:
+    """A varint, of at most 9 bytes."""
+    if x < 251:
+        p[0] = <uint8_t>x
+        return p + 1
+    if x <= 0xFFFF:
+        p[0] = 251
+        ff_store16(p + 1, <uint16_t>x)
+        return p + 3
+    if x <= 0xFFFFFFFFu:
+        p[0] = 252
+        ff_store32(p + 1, <uint32_t>x)
+        return p + 5
+    p[0] = 253
+    ff_store64(p + 1, x)
+    return p + 9
+
+
+cdef inline uint8_t* put_float(uint8_t* p, PyObject* value) noexcept:
+    """The eight bytes of a float object."""
+    ff_store_f64(p, PyFloat_AS_DOUBLE(value))
+    return p + 8
 
 
 cdef inline int write_raw(Writer* w, const void* data, Py_ssize_t n) except -1:
@@ -525,18 +555,24 @@ cdef int write_unsigned(Writer* w, const Node* t, PyObject* value) except -1:
     return write_whole(w, t, <PyObject*>plain)
 
 
-cdef inline int write_whole(Writer* w, const Node* t, PyObject* value) except -1:
+cdef int write_whole(Writer* w, const Node* t, PyObject* value) except -1:
     """An int of an unsigned type."""
-    cdef uint64_t x = PyLong_AsUnsignedLongLong(value)
-    if x > t.most or x == <uint64_t>-1 and PyErr_Occurred() is not NULL:
-        PyErr_Clear()
-        raise bad_value(w, f"expected an integer from 0 to {t.most}, got {shown(<object>value)}")
+    cdef uint64_t x = unsigned_of(w, t, value)
     if t.op == U8:
         reserve(w, 1)
         w.p[0] = <uint8_t>x
         w.p += 1
         return 0
     return write_varint(w, x)
+
+
+cdef inline uint64_t unsigned_of(Writer* w, const Node* t, PyObject* value) except? <uint64_t>-1:
+    """The value of an int, within what its type can hold."""
+    cdef uint64_t x = PyLong_AsUnsignedLongLong(value)
+    if x > t.most or x == <uint64_t>-1 and PyErr_Occurred() is not NULL:
+        PyErr_Clear()
+        raise bad_value(w, f"expected an integer from 0 to {t.most}, got {shown(<object>value)}")
+    return x
 
 
 cdef int write_signed(Writer* w, PyObject* value) except -1:
@@ -558,7 +594,7 @@ cdef double to_float(Writer* w, PyObject* value) except? -1:
     return x
 
 
-cdef inline int write_f64(Writer* w, PyObject* value) except -1:
+cdef int write_f64(Writer* w, PyObject* value) except -1:
     cdef double x = PyFloat_AS_DOUBLE(value) if PyFloat_Check(value) else to_float(w, value)
     reserve(w, 8)
     ff_store_f64(w.p, x)
@@ -615,7 +651,8 @@ cdef int write_bytes(Writer* w, const Node* t, PyObject* value) except -1:
 cdef int write_items(Writer* w, const Node* t, PyObject* value) except -1:
     """A list, or a tuple of the layout's length."""
     cdef Where here
-    cdef Py_ssize_t i, n
+    cdef Py_ssize_t i, n, first = 0
+    cdef uint8_t* p
     cdef object items = <object>value, item
     if not (PyList_Check(value) or PyTuple_Check(value)):
         raise bad_type(w, "a list" if t.op == LIST else f"a tuple of {t.n}", items)
@@ -624,27 +661,33 @@ cdef int write_items(Writer* w, const Node* t, PyObject* value) except -1:
         write_varint(w, n)
     elif n != t.n:
         raise bad_value(w, f"expected {t.n} items, got {n}")
+    if t.op == LIST and t.child.op == F64:
+        reserve(w, 8 * n)
+        p = w.p
+        while first < n and PyFloat_CheckExact(PySequence_Item(value, first)):
+            p = put_float(p, PySequence_Item(value, first))
+            first += 1
+        w.p = p
     here.up = w.where
     here.node = t
     here.key = NULL
     w.where = &here
-    for i in range(n):
+    for i in range(first, n):
         here.index = i
         # a value's own conversion code may have changed the list meanwhile
         if PySequence_Length(value) != n:
             raise bad_value(w, "changed its length while it was encoded")
         item = <object>PySequence_Item(value, i)
-        if t.child.op == F64 and t.op == LIST:
-            write_f64(w, <PyObject*>item)
-        else:
-            write_value(w, t.child if t.op == LIST else &t.child[i], <PyObject*>item)
+        write_value(w, t.child if t.op == LIST else &t.child[i], <PyObject*>item)
     w.where = here.up
     return 0
 
 
 cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
     cdef Where here
-    cdef Py_ssize_t at = 0, n, written = 0
+    cdef Py_ssize_t at = 0, n, written = 0, length
+    cdef bint floats = t.child[1].op == F64
+    cdef uint8_t* p
     cdef PyObject* key
     cdef PyObject* item
     cdef object owned = <object>value, owned_key, owned_item
@@ -657,14 +700,18 @@ cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
     here.index = 0
     w.where = &here
     while PyDict_Next(value, &at, &key, &item):
+        written += 1
+        if (floats and PyFloat_CheckExact(item) and PyUnicode_CheckExact(key) and PyUnicode_IS_COMPACT_ASCII(key)):
+            length = PyUnicode_GET_LENGTH(key)
+            reserve(w, length + 17)
+            p = put_varint(w.p, length)
+            ff_copy_short(p, PyUnicode_DATA(key), length)
+            w.p = put_float(p + length, item)
+            continue
         owned_key, owned_item = <object>key, <object>item
         here.key = key
         write_text(w, key)
-        if t.child[1].op == F64:
-            write_f64(w, item)
-        else:
-            write_value(w, &t.child[1], item)
-        written += 1
+        write_value(w, &t.child[1], item)
         if written > n or PyDict_GET_SIZE(value) != n:
             raise bad_value(w, "changed its size while it was encoded")
     w.where = here.up
@@ -688,29 +735,38 @@ cdef int write_struct(Writer* w, const Node* t, PyObject* message) except -1:
     cdef Where here
     cdef Py_ssize_t i
     cdef PyObject* value
+    cdef uint8_t* p
     cdef const Node* part
     cdef object owned = <object>message     # a value's own conversion code may drop it from where it came
     here.up = w.where
     here.node = t
     here.key = NULL
     w.where = &here
+    reserve(w, 9 * t.n)
+    p = w.p
     for i in range(t.n):
         here.index = i
         part = &t.child[i]
         value = (<PyObject**>(<char*>message + part.slot))[0]
         if value is NULL:
             raise TypeError(f"{path_of(w.where)}: the field has no value")
-        # The three most frequent kinds of field without another call.
-        if part.op == F64:
-            write_f64(w, value)
+        # The most frequent kinds of field, of at most 9 bytes, without another call.
+        if part.op == F64 and PyFloat_CheckExact(value):
+            p = put_float(p, value)
         elif part.op == U64 and PyLong_CheckExact(value):
-            write_whole(w, part, value)
+            p = put_varint(p, unsigned_of(w, part, value))
         elif part.op == OPT and value is None_:
-            reserve(w, 1)
-            w.p[0] = 0
-            w.p += 1
+            p[0] = 0
+            p += 1
+        elif part.op == OPT and part.child.op == F64 and PyFloat_CheckExact(value):
+            p[0] = 1
+            p = put_float(p + 1, value)
         else:
+            w.p = p
             write_value(w, part, value)
+            reserve(w, 9 * t.n)
+            p = w.p
+    w.p = p
     w.where = here.up
     return 0
 
@@ -1138,7 +1194,11 @@ cdef class FrameCodec:
         ff_mac_end(stream, &self.secret, out)
 
     def mac(self, data):
-        """The 8 tag bytes of any contiguous buffer: HMAC-SHA256 under the salt, cut (docs/wire.md §1)."""
+        """The 8 tag bytes of any contiguous buffer: HMAC-SHA256 under the salt, cut (docs/wire.md §1).
+
+        Args:
+            data: the buffer.
+        """
         cdef Input source = Input(data)
         cdef uint8_t out[8]
         self.tag(source.data, source.n, out)
@@ -1178,6 +1238,9 @@ cdef class FrameCodec:
     def encode(self, message):
         """The whole control frame of a message (docs/wire.md §3), as bytes.
 
+        Args:
+            message: any Message.
+
         Raises:
             EncodeError: a value is out of range, or the payload above ``max_payload``.
             TypeError: not a control-frame message, or a value of the wrong type.
@@ -1194,7 +1257,12 @@ cdef class FrameCodec:
             raise
 
     def encode_into(self, message, buffer, Py_ssize_t offset=0):
-        """Write the frame into a writable buffer at the offset; nothing is written unless all of it fits.
+        """Write the frame into a buffer; nothing is written unless all of it fits.
+
+        Args:
+            message: any Message.
+            buffer: any writable, contiguous buffer.
+            offset: where the frame is to start in it, in bytes.
 
         Returns:
             The number of bytes written.
@@ -1210,7 +1278,14 @@ cdef class FrameCodec:
         return len(frame)
 
     def encode_payload(self, message):
-        """The payload bytes alone, of any message that a frame or a control mux record carries."""
+        """The payload bytes alone (docs/wire.md §2).
+
+        Args:
+            message: any message that a control frame or a CONTROL mux record carries.
+
+        Raises:
+            EncodeError, TypeError: as ``encode``.
+        """
         cdef uint8_t scratch[SCRATCH]
         cdef Writer w
         if type(message) is Reserved:
@@ -1229,7 +1304,7 @@ cdef class FrameCodec:
         if n < HEADER:
             return 0
         if ff_load32(p) != CONTROL_MAGIC:
-            raise BadMagicError(f"expected a control frame's magic {CONTROL_MAGIC:#x}, got {ff_load32(p):#x}")
+            raise BadMagicError(wrong_magic(CONTROL_MAGIC, ff_load32(p)))
         if ff_load32(p + 4) != self.control_version:
             raise VersionMismatchError(f"control frame version {ff_load32(p + 4)}, revision {self.revision.value} "
                                        f"has {self.control_version}")
@@ -1240,6 +1315,15 @@ cdef class FrameCodec:
             raise LimitError(f"a control payload of {length} bytes is above the limit of {self.max_payload} "
                              "(max_payload)")
         return HEADER + <Py_ssize_t>length
+
+    cdef Py_ssize_t prefix(self, const uint8_t* p, Py_ssize_t n) except -1:
+        """The checked length prefix at p; 0 where it is not all there."""
+        if n < 4:
+            return 0
+        if ff_load32(p) > self.frame_ceiling:
+            raise LimitError(f"a length prefix of {ff_load32(p)} bytes is above the limit of {self.frame_ceiling} "
+                             "(frame_ceiling)")
+        return ff_load32(p)
 
     cdef object open(self, const uint8_t* p, Py_ssize_t n, bint strict):
         """The message of the one frame at p; strict: nothing may be left after value and frame."""
@@ -1293,22 +1377,54 @@ cdef class FrameCodec:
 
         Args:
             kind: a MsgKind, its number, or its name; "Relay" for the payload of a control mux record.
+            payload: any contiguous buffer that starts with the payload.
+            trailing: as ``decode``, of bytes after the value.
 
         Raises:
-            UnknownKindError, PayloadError, TrailingDataError.
+            UnknownKindError: no such kind.
+            PayloadError: the bytes are no such message.
+            TrailingDataError: bytes are left, and ``trailing`` refuses them.
         """
         cdef Input source = Input(payload)
         return self.read(family_of(kind), source.data, source.n, is_strict(trailing))
 
     def measure_frame(self, buffer, Py_ssize_t offset=0):
-        """The size of the control frame that starts at the offset, None where its header is not all there.
+        """The size of the control frame that starts at the offset, in bytes; None where its header is not all there.
+
+        Args:
+            buffer: any contiguous buffer.
+            offset: where the frame starts in it.
 
         Raises:
-            BadMagicError, VersionMismatchError, UnknownKindError, LimitError.
+            DecodeError: BadMagicError, VersionMismatchError, UnknownKindError, LimitError, in this order of checks.
         """
         cdef Input source = Input(buffer)
         source.skip(offset)
         return self.measure(source.data, source.n) or None
+
+    def take_frame(self, buffer, Py_ssize_t offset, bint prefixed, bint strict):
+        """The (message, size) of the control frame that starts at the offset, None where it is not all there.
+
+        Args:
+            prefixed: the frame has its u32 length before it, which the size then includes.
+            strict: refuse bytes left after the value, or after the frame inside its prefix.
+
+        Raises:
+            DecodeError: as ``decode``; what a header alone can tell, as soon as the header is there.
+        """
+        cdef Input source = Input(buffer)
+        cdef const uint8_t* p
+        cdef Py_ssize_t n, size
+        source.skip(offset)
+        p, n = source.data, source.n
+        if not prefixed:
+            size = self.measure(p, n)
+            return (self.open(p, size, strict), size) if 0 < size <= n else None
+        size = self.prefix(p, n)
+        if n < 4 or n - 4 < size:
+            self.measure(p + 4, n - 4)
+            return None
+        return self.open(p + 4, size, strict), 4 + size
 
     # -- many frames
 
@@ -1316,6 +1432,7 @@ cdef class FrameCodec:
         """The frames of these messages one after the other, as bytes.
 
         Args:
+            messages: the messages.
             prefixed: put the u32 length before each, as on the leg between rank and relay (docs/wire.md §7).
 
         Raises:
@@ -1323,11 +1440,12 @@ cdef class FrameCodec:
         """
         cdef uint8_t scratch[SCRATCH]
         cdef Writer w
-        cdef Py_ssize_t at, waiting = -1, i = 0
-        messages = iter(messages)
+        cdef Py_ssize_t at, waiting = -1, i = 0, listed = len(messages) if type(messages) is list else 0
         begin(&w, scratch)
         try:
             for message in messages:
+                if i and i % BATCH == 0 and i < listed and (w.end - w.p) * i < (w.p - w.start) * min(BATCH, listed - i):
+                    make_room(&w, foresee(w.p - w.start, i, listed))
                 if prefixed:
                     reserve(&w, 4)
                     w.p += 4
@@ -1391,7 +1509,9 @@ cdef class FrameCodec:
         """The Timing frames of a buffer as columns.
 
         Args:
-            buffer, prefixed, trailing: as ``decode_many``, but the buffer must end with a whole frame.
+            buffer: any contiguous buffer of whole frames.
+            prefixed: each frame has its u32 length before it.
+            trailing: as ``decode_many``.
 
         Returns:
             A dict from the name of each Timing variant met to a one-dimensional structured array with the fields of the
@@ -1424,7 +1544,16 @@ cdef class FrameCodec:
     # -- mux records
 
     def seal_record(self, int kind, uint32_t rank, payload):
-        """The mux record of these payload bytes (docs/wire.md §7): ``Codec.encode_mux`` without its checks."""
+        """The mux record of these payload bytes (docs/wire.md §7): ``Codec.encode_mux`` without its checks.
+
+        Args:
+            kind: the number of a MuxKind.
+            rank: whose frame it carries.
+            payload: any contiguous buffer.
+
+        Raises:
+            EncodeError: a payload above ``frame_ceiling``.
+        """
         cdef Input source = Input(payload)
         cdef ff_mac_stream stream
         cdef uint8_t* p
@@ -1450,7 +1579,7 @@ cdef class FrameCodec:
         if n < MUX_HEADER:
             return 0
         if ff_load32(p) != MUX_MAGIC:
-            raise BadMagicError(f"expected a mux record's magic {MUX_MAGIC:#x}, got {ff_load32(p):#x}")
+            raise BadMagicError(wrong_magic(MUX_MAGIC, ff_load32(p)))
         if ff_load32(p + 4) != self.mux_version:
             raise VersionMismatchError(f"mux record version {ff_load32(p + 4)}, revision {self.revision.value} has "
                                        f"{self.mux_version}")
@@ -1460,10 +1589,14 @@ cdef class FrameCodec:
         return MUX_HEADER + <Py_ssize_t>ff_load32(p + 13)
 
     def measure_record(self, buffer, Py_ssize_t offset=0):
-        """The size of the mux record that starts at the offset, None where its header is not all there.
+        """The size of the mux record that starts at the offset, in bytes; None where its header is not all there.
+
+        Args:
+            buffer: any contiguous buffer.
+            offset: where the record starts in it.
 
         Raises:
-            BadMagicError, VersionMismatchError, LimitError.
+            DecodeError: BadMagicError, VersionMismatchError, LimitError, in this order of checks.
         """
         cdef Input source = Input(buffer)
         source.skip(offset)
@@ -1471,6 +1604,10 @@ cdef class FrameCodec:
 
     def open_record(self, buffer, *, trailing="ignore"):
         """The (MuxKind, rank, payload bytes) of a mux record (docs/wire.md §7).
+
+        Args:
+            buffer: any contiguous buffer that starts with the record.
+            trailing: as ``decode``, of bytes after the record.
 
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, LimitError, AuthenticationError,
@@ -1545,13 +1682,8 @@ cdef class Scan:
         cdef const uint8_t* p = self.source.data + self.done
         cdef Py_ssize_t n = self.source.n - self.done, size, prefix = 0
         if self.prefixed:
-            if n < 4:
-                return 0
-            prefix = ff_load32(p)
-            if prefix > self.codec.frame_ceiling:
-                raise LimitError(f"a length prefix of {prefix} bytes is above the limit of {self.codec.frame_ceiling} "
-                                 "(frame_ceiling)")
-            if n - 4 < prefix:
+            prefix = self.codec.prefix(p, n)
+            if n < 4 or n - 4 < prefix:
                 return 0
             p += 4
             n = prefix
@@ -1642,6 +1774,7 @@ cdef class Records:
     cdef dict gathered                  # variant -> its array, or its list of rows
     cdef bint begun[64]                 # per variant: met before
     cdef char* next[64]                 # per variant of numbers: where its next record goes
+    cdef Py_ssize_t left[64]            # and how many more there is room for
 
     def __cinit__(self, Table table, Scan scan):
         self.table = table
@@ -1675,24 +1808,36 @@ cdef class Records:
                     row.append(value is not None)
             (<list>self.gathered[variant]).append(tuple(row))
             return 0
+        if self.left[variant] == 0:
+            self.extend(variant, layout)
+        memset(self.next[variant], 0, layout.column)
         (<int64_t*>self.next[variant])[0] = self.scan.index
         read_record(&r, layout, self.next[variant])
         if self.scan.strict:
             check_end(&r, (<object>layout.cls).__name__)
         self.next[variant] += layout.column
+        self.left[variant] -= 1
         return 0
 
     cdef int begin(self, uint32_t variant, const Node* layout) except -1:
-        cdef Py_ssize_t least = HEADER + 1 + layout.least + (4 if self.scan.prefixed else 0)
         dtype, plain = self.table.columns[variant]
         self.begun[variant] = True
-        if not plain:
-            self.gathered[variant] = []
-            return 0
-        # No more whole frames than this can follow, and one that turns out too short; unwritten pages cost nothing.
-        array = np.zeros((self.scan.source.n - self.scan.at) // least + 1, dtype)
+        self.gathered[variant] = np.empty(2 * BATCH, dtype) if plain else []
+        if plain:
+            self.next[variant] = data_of(self.gathered[variant])
+            self.left[variant] = 2 * BATCH
+        return 0
+
+    cdef int extend(self, uint32_t variant, const Node* layout) except -1:
+        """Make the room that the rest of the buffer will take, going by the part of it that is done."""
+        full = self.gathered[variant]
+        cdef Py_ssize_t used = full.nbytes
+        cdef Py_ssize_t room = foresee(used, self.scan.at, self.scan.source.n) // layout.column
+        array = np.empty(room, full.dtype)
+        memcpy(data_of(array), data_of(full), used)
         self.gathered[variant] = array
-        self.next[variant] = <char*><uintptr_t>array.ctypes.data
+        self.next[variant] = data_of(array) + used
+        self.left[variant] = room - used // layout.column
         return 0
 
     cdef dict arrays(self):
@@ -1703,10 +1848,17 @@ cdef class Records:
             if self.next[<int>variant] is NULL:
                 rows = np.array(rows, self.table.columns[variant][0])
             else:
-                rows.resize((<uintptr_t>self.next[<int>variant] - <uintptr_t>rows.ctypes.data) // rows.itemsize,
-                            refcheck=False)
+                n = len(rows) - self.left[<int>variant]
+                if self.left[<int>variant] <= n >> 4:
+                    rows = rows[:n]             # kept whole, as in finish
+                else:
+                    rows.resize(n, refcheck=False)
             named[(<object>self.table.families[TIMING].variants[<int>variant].cls).__name__] = rows
         return named
+
+
+cdef char* data_of(array) except NULL:
+    return <char*><uintptr_t>array.ctypes.data
 
 
 cdef int read_record(Reader* r, const Node* message, char* record) except -1:

@@ -23,6 +23,7 @@ __all__ = [
     "sum_tensors",
 ]
 
+cimport cython
 cimport numpy as cnp
 from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
@@ -40,6 +41,7 @@ from flodl_fast._codec cimport FrameCodec, Input, Output, is_strict
 from flodl_fast._wire cimport *
 
 from flodl_fast._codec import plain_number
+from flodl_fast.display import layout_table
 from flodl_fast.errors import (
     AuthenticationError,
     BadMagicError,
@@ -50,7 +52,16 @@ from flodl_fast.errors import (
     TruncatedError,
     UnknownKindError,
 )
-from flodl_fast.protocol import BF16_SINCE, DTYPE_BF16, DTYPE_F32, ELISION_SINCE, MAGIC_ROUND, Revision, RoundKind
+from flodl_fast.protocol import (
+    BF16_SINCE,
+    DTYPE_BF16,
+    DTYPE_F32,
+    ELISION_SINCE,
+    MAGIC_ROUND,
+    Revision,
+    RoundKind,
+    wrong_magic,
+)
 
 cdef extern from "_native/fold.h" nogil:
     void ff_fold_f32(float* out, const uint8_t** inputs, size_t frames, size_t n, int scaled, float scale)
@@ -208,7 +219,7 @@ cdef int walk(FrameCodec codec, const uint8_t* p, Py_ssize_t n, Walk* w, TensorL
         if n < 8:
             return 0
         if ff_load32(p) != ROUND_MAGIC:
-            raise BadMagicError(f"expected a round frame's magic {ROUND_MAGIC:#x}, got {ff_load32(p):#x}")
+            raise BadMagicError(wrong_magic(ROUND_MAGIC, ff_load32(p)))
         w.tensors = ff_load32(p + 4)
         if w.tensors > <uint64_t>codec.max_tensors:
             raise LimitError(f"a round frame of {w.tensors} tensors is above the limit of {codec.max_tensors} "
@@ -274,9 +285,8 @@ cdef object shape_at(const uint8_t* head):
 cdef class TensorLayout:
     """The metadata of a frame's tensors, kept between rounds so that a later round need only compare it.
 
-    Columns, one entry a tensor: ``dtype`` (u1, 0 is float32, 1 bfloat16), ``ndim`` (u1), ``shape`` (u4, one row a
-    tensor, filled up with 1), ``nbytes`` (i8, 0 where the tensor is elided) and ``offset`` (i8, where the tensor's data
-    starts in the frame).
+    Its columns ``dtype``, ``ndim``, ``shape``, ``nbytes`` and ``offset`` have an entry for each tensor. Layouts are
+    equal where dtypes and shapes are.
     """
 
     cdef Tensor* tensors
@@ -322,7 +332,7 @@ cdef class TensorLayout:
         Args:
             arrays: float32 or bfloat16 arrays by buffer protocol or DLPack, or Elided.
             wire: "bf16" for a frame of bfloat16 whatever the arrays are: float32 values are rounded to nearest, ties to
-                even, as they are encoded (docs/wire.md §6). By default each tensor travels in the array's dtype.
+                even, as they are encoded (docs/wire.md §9). By default each tensor travels in the array's dtype.
 
         Raises:
             TypeError: an array of another dtype.
@@ -375,6 +385,9 @@ cdef class TensorLayout:
     def __repr__(self):
         return f"TensorLayout({self.count} tensors, a frame of {self.size} bytes)"
 
+    def _repr_html_(self):
+        return layout_table(self)
+
     @property
     def frame_size(self):
         """The size of the whole frame, in bytes."""
@@ -382,22 +395,27 @@ cdef class TensorLayout:
 
     @property
     def dtype(self):
+        """The wire's code of each tensor's dtype (docs/wire.md §6), uint8 of shape (tensors,): 0 float32, 1 bfloat16."""
         return np.array([self.tensors[i].head[0] for i in range(self.count)], np.uint8)
 
     @property
     def ndim(self):
+        """The number of dimensions of each tensor, uint8 of shape (tensors,)."""
         return np.array([self.tensors[i].head[1] for i in range(self.count)], np.uint8)
 
     @property
     def nbytes(self):
+        """The bytes of each tensor's data, int64 of shape (tensors,); 0 where it is elided."""
         return np.array([self.tensors[i].nbytes for i in range(self.count)], np.int64)
 
     @property
     def offset(self):
+        """Where each tensor's data starts in the frame, in bytes, int64 of shape (tensors,)."""
         return np.array([self.tensors[i].data for i in range(self.count)], np.int64)
 
     @property
     def shape(self):
+        """The shape of each tensor, a row filled up with 1, uint32 of shape (tensors, most dimensions)."""
         shape = np.ones((self.count, self.ndim.max(initial=0)), np.uint32)
         for i in range(self.count):
             dims = shape_at(self.tensors[i].head)
@@ -433,8 +451,14 @@ cdef class TensorLayout:
         Large tensors are not copied: their buffers are the arrays' own memory, which must stay as it is until all is
         sent. What is between them is joined.
 
-        Args and errors:
-            as ``encode``.
+        Args:
+            codec: the Codec.
+            arrays: as ``encode``.
+            kind: as ``encode``.
+            weight: as ``encode``.
+
+        Raises:
+            TensorError, EncodeError, TypeError: as ``encode``.
         """
         cdef tuple held = arrays_of(arrays, True)
         cdef double mass = check_weight(weight)
@@ -550,7 +574,7 @@ cdef class TensorLayout:
 
 
 cdef class Elided:
-    """A tensor of zeros that travels as its shape alone, without data (docs/wire.md §6; flodl 0.8).
+    """A tensor of zeros that travels as its shape alone, without data (docs/wire.md §9; from 0.8 on).
 
     Attributes:
         shape: a tuple of at most 255 dimensions below 2**32.
@@ -631,6 +655,9 @@ cdef object array_of(tensor, str where):
     try:
         if isinstance(tensor, np.ndarray):
             array = np.asarray(tensor)      # a subclass has ways of its own
+        elif isinstance(tensor, np.generic):
+            array = np.asarray(tensor)
+            array.flags.writeable = False   # for it is a copy
         elif hasattr(tensor, "__dlpack__"):
             lender = Lender(tensor)
             array = lender.array()
@@ -1299,6 +1326,7 @@ cdef inline bint same_shape(ours, theirs) except -1:
     return cnp.PyArray_SAMESHAPE(<cnp.ndarray>ours, <cnp.ndarray>theirs)
 
 
+@cython.auto_pickle(False)
 cdef class TensorSums:
     """The sums of frames' tensors that come one frame after the other; the same bits as ``sum_tensors`` gives.
 
@@ -1332,8 +1360,8 @@ cdef class TensorSums:
         cdef size_t n
         cdef bint half, first
         cdef list totals = [
-            empty_like(array, cnp.NPY_FLOAT) if total is None and type(array) is not Elided else total
-            for array, total in zip(arrays, self.totals)
+            empty_like(tensor, cnp.NPY_FLOAT) if sums is None and type(tensor) is not Elided else sums
+            for tensor, sums in zip(arrays, self.totals)
         ]
         for i in range(len(arrays)):
             if type(arrays[i]) is Elided:

@@ -15,6 +15,7 @@ cdef extern from "_native/le.h" nogil:
     void ff_store64(uint8_t* p, uint64_t x)
     void ff_store_f64(uint8_t* p, double x)
     void ff_store_f32(uint8_t* p, double x)
+    void ff_copy_short(uint8_t* to, const void* data, size_t n)
 
 
 cdef extern from "_native/sha256.h" nogil:

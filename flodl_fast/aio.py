@@ -91,7 +91,7 @@ class _Link(net.Link, asyncio.Protocol):
         _wake(self._reader)
         return True  # The other direction may go on.
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self._ended = True
         _wake(self._reader)
         _wake(self._writer)
@@ -175,6 +175,9 @@ class _Link(net.Link, asyncio.Protocol):
     def fileno(self) -> int:
         return -1 if self._gone.done() else self._transport.get_extra_info("socket").fileno()
 
+    def peer(self) -> Any:
+        return self._transport.get_extra_info("peername")
+
 
 def _waiter(wait: float | None) -> asyncio.Future[bool]:
     """A future that is True once woken, False once the wait has passed."""
@@ -194,6 +197,7 @@ def _wake(waiter: asyncio.Future[bool] | None, value: bool = True) -> None:
 async def _shake_hands(link: _Link, steps: Steps[T]) -> T:
     """Carry out a handshake; where it fails the socket is closed."""
     try:
+        net.warn_of_public(link.peer())
         return await link.run(steps)
     except BaseException as error:
         await link.close()
@@ -208,6 +212,10 @@ class _Channel(net.Channel):
     async def close(self) -> None:
         """Close at once; calls that wait in other tasks raise ChannelClosed. Closing again does nothing."""
         await self._link.close()
+        self._free()
+
+    def _free(self) -> None:
+        """Let go of the memory that frames were kept in."""
 
     async def __aenter__(self: Self) -> Self:
         return self
@@ -225,6 +233,9 @@ class _MessageChannel(_Channel):
         super().__init__(link, codec, line)
         self._messages = Messages(codec, line)
         self._buffer = memoryview(bytearray(net.READ_SIZE))
+
+    def _free(self) -> None:
+        self._buffer = memoryview(b"")
 
     async def send(self, message: Message, rank: int | None = None) -> None:
         """As ``channel.ControlChannel.send``; cancelled, the message goes out whole or not at all."""
@@ -298,6 +309,9 @@ class DataChannel(_Channel):
         self._sending: asyncio.Task[None] | None = None
         self._coming: asyncio.Task[RelayMsg | None] | None = None
 
+    def _free(self) -> None:
+        self._rounds.free()
+
     @classmethod
     async def connect(
         cls,
@@ -337,13 +351,17 @@ class DataChannel(_Channel):
                 await asyncio.shield(self._sending)
                 return self._rounds.adopt(out, view)
 
-    async def broadcast(self, arrays: Iterable[Any], root: int = 0, out: Iterable[Any] | None = None) -> RoundFrame:
+    async def broadcast(
+        self, arrays: Iterable[Any], root: int = 0, out: Iterable[Any] | None = None, *, view: bool = False
+    ) -> RoundFrame:
         """As ``channel.DataChannel.broadcast``."""
-        return await self.all_reduce(self._rounds.broadcast(arrays, root), RoundKind.CONTROL, 0.0, out)
+        return await self.all_reduce(self._rounds.broadcast(arrays, root), RoundKind.CONTROL, 0.0, out, view=view)
 
     async def gather(self, value: float) -> np.ndarray:
         """As ``channel.DataChannel.gather``."""
-        return (await self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0)).tensors[0]
+        reply = await self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0)
+        slots: np.ndarray = reply.tensors[0]
+        return slots
 
     # -- the serving side
 

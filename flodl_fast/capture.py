@@ -51,6 +51,10 @@ class Record(NamedTuple):
     leg: str
     data: bytearray
 
+    def __repr__(self) -> str:
+        way = self.direction.name.lower()
+        return f"Record({len(self.data)} bytes {way} on {self.leg!r} at {self.time_ns / 1e9:.6f} s, offset {self.offset})"
+
 
 class CaptureWriter:
     """Writes frames to a capture; belongs to one thread.
@@ -100,6 +104,9 @@ class CaptureWriter:
 def read_capture(file: Readable | Source) -> Iterator[Record]:
     """The frames of a capture, read as they are asked for, in any format that CaptureWriter has written.
 
+    Args:
+        file: a binary file open for reading, a pipe for instance; or a Source of one.
+
     Raises:
         DecodeError: BadMagicError (no capture), VersionMismatchError (of the capture's format), UnknownKindError (of
             direction), TruncatedError; ``.offset`` is the byte where the faulty header or record starts.
@@ -146,6 +153,9 @@ class Readable(Protocol):
 class Source:
     """Reads a binary file forwards, with a look at what comes next; a pipe is never waited on for more than is needed.
 
+    Args:
+        file: the file.
+
     Attributes:
         offset: of the next byte that ``take`` gives.
     """
@@ -156,7 +166,11 @@ class Source:
         self._ahead = bytearray()
 
     def look(self, size: int) -> bytearray:
-        """What comes next: at least so many bytes, less only at the end of the file. Not to be changed."""
+        """What comes next; not to be changed.
+
+        Args:
+            size: the least number of bytes to give; less come only at the end of the file.
+        """
         while len(self._ahead) < size:
             piece = self._file.read1(CHUNK)
             if not piece:
@@ -166,6 +180,10 @@ class Source:
 
     def take(self, size: int, what: str) -> bytearray:
         """The next bytes, exactly so many.
+
+        Args:
+            size: how many.
+            what: what they are, for the error's message.
 
         Raises:
             TruncatedError: the file has less.

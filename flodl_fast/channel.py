@@ -127,10 +127,17 @@ class _Link(net.Link):
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    def peer(self) -> Any:
+        try:
+            return self._sock.getpeername()
+        except OSError:
+            return None
+
 
 def _shake_hands(link: _Link, steps: Steps[T]) -> T:
     """Carry out a handshake; where it fails the socket is closed."""
     try:
+        net.warn_of_public(link.peer())
         return link.run(steps)
     except BaseException as error:
         link.close()
@@ -149,6 +156,10 @@ class _Channel(net.Channel):
         world (docs/wire.md §8).
         """
         self._link.close()
+        self._free()
+
+    def _free(self) -> None:
+        """Let go of the memory that frames were kept in."""
 
     def __enter__(self: Self) -> Self:
         return self
@@ -166,6 +177,9 @@ class _MessageChannel(_Channel):
         super().__init__(link, codec, line)
         self._messages = Messages(codec, line)
         self._buffer = memoryview(bytearray(net.READ_SIZE))
+
+    def _free(self) -> None:
+        self._buffer = memoryview(b"")
 
     def send(self, message: Message, rank: int | None = None) -> None:
         """Send a message; returns when all of its frame is with the operating system.
@@ -258,7 +272,12 @@ class JoinChannel(_MessageChannel):
     def connect(
         cls, address: Address | socket.socket, codec: Codec, *, deadlines: Deadlines | None = None
     ) -> JoinChannel:
-        """Dial the join window, which then waits for a JoinHello; the arguments are as for ``ControlChannel.connect``.
+        """Dial the join window, which then waits for a JoinHello.
+
+        Args:
+            address: as for ``ControlChannel.connect``.
+            codec: the Codec of the cluster, or one of 16 zero bytes under open admission.
+            deadlines: other waits than ``Deadlines()``.
 
         Raises:
             HandshakeError: nobody answers.
@@ -268,7 +287,11 @@ class JoinChannel(_MessageChannel):
         return cls(link, codec, None)
 
     def rekey(self, codec: Codec) -> None:
-        """Use this Codec from the next frame on, in both directions: open admission delivers the salt on the way."""
+        """Use another Codec from the next frame on, in both directions: open admission delivers the salt on the way.
+
+        Args:
+            codec: the Codec with that salt.
+        """
         with self._link.writing, self._link.reading:
             self.codec = codec
             self._messages.rekey(codec)
@@ -285,6 +308,9 @@ class DataChannel(_Channel):
         super().__init__(link, codec, line)
         self._rounds = Rounds(codec, line)
 
+    def _free(self) -> None:
+        self._rounds.free()
+
     @classmethod
     def connect(
         cls,
@@ -296,7 +322,19 @@ class DataChannel(_Channel):
         host: str | None = None,
         deadlines: Deadlines | None = None,
     ) -> DataChannel:
-        """Dial and shake hands; all as ``ControlChannel.connect``, at the data port of a relay."""
+        """Dial and shake hands.
+
+        Args:
+            address: as for ``ControlChannel.connect``, but the data port of a relay.
+            codec: the Codec of the cluster.
+            rank: the rank to be.
+            world: the number of ranks of the cluster.
+            host: as for ``ControlChannel.connect``.
+            deadlines: other waits than ``Deadlines()``.
+
+        Raises:
+            HandshakeError, ValueError: as ``ControlChannel.connect``.
+        """
         line = Line.of_rank(rank, world, host)
         link = _Link.dial(address, deadlines or Deadlines())
         _shake_hands(link, net.dial_data(codec, line, link.deadlines.handshake))
@@ -348,7 +386,9 @@ class DataChannel(_Channel):
                 self._link.run(self._rounds.exchange(request, self.deadlines.reply))
                 return self._rounds.adopt(out, view)
 
-    def broadcast(self, arrays: Iterable[Any], root: int = 0, out: Iterable[Any] | None = None) -> RoundFrame:
+    def broadcast(
+        self, arrays: Iterable[Any], root: int = 0, out: Iterable[Any] | None = None, *, view: bool = False
+    ) -> RoundFrame:
         """One round in which all ranks take the root's values: it sends ``arrays``, the others zeros of their shapes.
 
         Every rank, the root too, should adopt the result: -0.0 comes back as +0.0.
@@ -357,30 +397,38 @@ class DataChannel(_Channel):
             arrays: as for ``all_reduce``; at ranks other than the root only their shapes count.
             root: the rank whose values are meant.
             out: as for ``all_reduce``; ``arrays`` to adopt in place.
+            view: as for ``all_reduce``.
 
         Raises:
-            As ``all_reduce``.
+            EncodeError, TensorError, TypeError, ValueError, ChannelError, DecodeError: as ``all_reduce``.
         """
-        return self.all_reduce(self._rounds.broadcast(arrays, root), RoundKind.CONTROL, 0.0, out)
+        return self.all_reduce(self._rounds.broadcast(arrays, root), RoundKind.CONTROL, 0.0, out, view=view)
 
     def gather(self, value: float) -> np.ndarray:
         """One round in which each rank gives a number.
+
+        Args:
+            value: this rank's number.
 
         Returns:
             A float32 array of shape (world,): each rank's value, rounded to float32, in its slot.
 
         Raises:
-            As ``all_reduce``.
+            EncodeError, TensorError, TypeError, ValueError, ChannelError, DecodeError: as ``all_reduce``.
         """
-        return self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0).tensors[0]
+        slots: np.ndarray = self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0).tensors[0]
+        return slots
 
     # -- the serving side
 
     def send(self, frame: RoundFrame) -> None:
         """On a served channel: send a reduced frame to all ranks of the host.
 
+        Args:
+            frame: the frame.
+
         Raises:
-            As ``all_reduce``.
+            EncodeError, TensorError, TypeError, ValueError, ChannelError, DecodeError: as ``all_reduce``.
         """
         with self._link.writing:
             request = self._rounds.pack(frame.tensors, frame.kind, frame.weight)
@@ -405,8 +453,11 @@ class DataChannel(_Channel):
     def declare_dead(self, rank: int) -> None:
         """On a served channel: tell the host to go on without a rank. One that came as to a relay is not told.
 
+        Args:
+            rank: the dead rank.
+
         Raises:
-            As ``all_reduce``.
+            EncodeError, TensorError, TypeError, ValueError, ChannelError, DecodeError: as ``all_reduce``.
         """
         with self._link.writing, self._link.guard():
             self._link.write(self._rounds.tell(RelayDeclareDead(rank)))

@@ -89,6 +89,9 @@ _TARGETED = (wire.Checkpoint, wire.ExecuteEvalCallback, wire.SaveConsensusModel)
 def timing_msg_to_wire(message: InProcessTimingMsg) -> wire.TimingMsg:
     """The wire form of an in-process Timing message: the same object, checked.
 
+    Args:
+        message: the message.
+
     Raises:
         TypeError: not one of the eleven in-process Timing messages (the dashboard's are made as wire messages), or a
             field of the wrong type.
@@ -106,6 +109,9 @@ def control_wire_to_msg(message: wire.ControlMsg) -> InProcessControlMsg | None:
     Update and CoordHeartbeat have none and give None: whoever reads the wire has handled them before. DeclareDead,
     NewNcclSession and RequestNewNcclId become signals without a payload. A save reason that is not known counts as
     GRACEFUL_SHUTDOWN. Every other message is the same object, checked.
+
+    Args:
+        message: a Control message of the wire.
 
     Raises:
         ReservedTargetError: Checkpoint, ExecuteEvalCallback or SaveConsensusModel with target rank 2**64 - 1.
@@ -136,6 +142,9 @@ def control_wire_to_msg(message: wire.ControlMsg) -> InProcessControlMsg | None:
 def metrics_msg_to_wire(message: wire.MetricsMsg) -> wire.MetricsMsg:
     """The wire form of a rank's metrics: a copy without resources, which are filled in only where sampling is on.
 
+    Args:
+        message: a plan's report.
+
     Raises:
         TypeError, EncodeError: as ``timing_msg_to_wire``.
     """
@@ -149,6 +158,9 @@ def metrics_msg_to_wire(message: wire.MetricsMsg) -> wire.MetricsMsg:
 def epoch_metrics_to_wire(metrics: wire.EpochMetrics) -> wire.EpochMetrics:
     """The wire form of an epoch's metrics: the same object, checked.
 
+    Args:
+        metrics: the cohort's metrics of an epoch.
+
     Raises:
         TypeError, EncodeError: as ``timing_msg_to_wire``.
     """
@@ -160,6 +172,9 @@ def epoch_metrics_to_wire(metrics: wire.EpochMetrics) -> wire.EpochMetrics:
 
 def epoch_metrics_from_wire(metrics: wire.EpochMetrics) -> wire.EpochMetrics:
     """The in-process form of an epoch's metrics: the same object, checked.
+
+    Args:
+        metrics: the metrics as they came.
 
     Raises:
         TypeError, EncodeError: as ``timing_msg_to_wire``.

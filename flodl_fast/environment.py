@@ -144,7 +144,8 @@ def _unpack(text: str) -> Any:
         return json.loads(bytes.fromhex(text))
     except ValueError as error:  # of hex, of UTF-8 and of JSON alike
         what = f"{type(error).__name__} in {len(text)} characters"
-        raise ValueError(f"{CLUSTER} is not the hex of a JSON object ({what})") from None
+    # Not in the handler: the error holds the whole text, salt included, and would come along as the context.
+    raise ValueError(f"{CLUSTER} is not the hex of a JSON object ({what})")
 
 
 def _index(text: str, count: int) -> int:

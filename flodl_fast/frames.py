@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from . import _round
 from ._codec import FrameCodec, whole_number
+from .display import one_line
 from .errors import (
     AuthenticationError,
     BadMagicError,
@@ -21,15 +22,20 @@ from .errors import (
 )
 from .messages import RelayMsg
 from .protocol import (
+    FRAME_CEILING,
     GREETING,
     MAC_SIZE,
     MAGIC_CONTROL_ACK,
     MAGIC_CONTROL_HELLO,
     MAGIC_DATA_ACK,
     MAGIC_DATA_HELLO,
+    MAX_PAYLOAD,
     MAX_RANK,
+    MAX_TENSORS,
     VERSIONS,
     MuxKind,
+    Revision,
+    wrong_magic,
 )
 from .rounds import RoundFrame
 
@@ -56,6 +62,8 @@ class MuxRecord:
     rank: int = 0
     payload: bytes | RelayMsg = b""
 
+    __repr__ = one_line
+
 
 class Codec(FrameCodec):
     """Encodes and decodes every frame of one cluster; safe to share between threads.
@@ -76,6 +84,19 @@ class Codec(FrameCodec):
     """
 
     __slots__ = ()
+
+    def __init__(
+        self,
+        salt: bytes | str,
+        revision: Revision | str = "0.6",
+        *,
+        max_payload: int = MAX_PAYLOAD,
+        max_tensors: int = MAX_TENSORS,
+        frame_ceiling: int = FRAME_CEILING,
+        lenient: bool = False,
+    ) -> None:
+        # FrameCodec has taken the arguments; here they are for `help` and whoever else reads signatures.
+        pass
 
     # -- round frames
 
@@ -98,7 +119,14 @@ class Codec(FrameCodec):
     def encode_round_into(
         self, frame: RoundFrame, buffer: Buffer, offset: int = 0, *, wire: str | None = None, elide: bool = False
     ) -> int:
-        """Write the round frame into a writable buffer at the offset; nothing is written unless all of it fits.
+        """Write the round frame into a buffer; nothing is written unless all of it fits.
+
+        Args:
+            frame: as ``encode_round``.
+            buffer: any writable, contiguous buffer.
+            offset: where the frame is to start in it, in bytes.
+            wire: as ``encode_round``.
+            elide: as ``encode_round``.
 
         Returns:
             The number of bytes written.
@@ -161,6 +189,9 @@ class Codec(FrameCodec):
     def encode_mux(self, record: MuxRecord) -> bytes:
         """The whole mux record, as bytes.
 
+        Args:
+            record: the record.
+
         Raises:
             EncodeError: a rank that is out of range, or set on a record that is not DATA; a payload above
                 ``frame_ceiling``.
@@ -182,6 +213,10 @@ class Codec(FrameCodec):
     def decode_mux(self, buffer: Buffer, *, trailing: str = "ignore") -> MuxRecord:
         """The mux record at the start of a buffer; a rank is given as it came.
 
+        Args:
+            buffer: any contiguous buffer.
+            trailing: as ``decode``, of bytes after the record and after a CONTROL record's message.
+
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, LimitError, AuthenticationError,
                 UnknownKindError, TrailingDataError, PayloadError, in this order of checks.
@@ -194,10 +229,11 @@ class Codec(FrameCodec):
     # -- handshakes
 
     def control_hello(self, rank: int, world: int, model_sig: bytes | None = None) -> bytes:
-        """A rank's first bytes on a control channel.
+        """A rank's first bytes on a control channel (docs/wire.md §7).
 
         Args:
-            rank, world: below 2**32.
+            rank: the rank, below 2**32.
+            world: the number of ranks of the cluster, below 2**32.
             model_sig: the 32 bytes of ``flodl_fast.model_sig``: needed at 0.8, not there before.
 
         Raises:
@@ -218,7 +254,15 @@ class Codec(FrameCodec):
         return self._signed(struct.pack("<2I", MAGIC_CONTROL_ACK, VERSIONS[self.revision].control))
 
     def data_hello(self, rank: int, world: int) -> bytes:
-        """A rank's first bytes on a data channel; the wire does not authenticate them."""
+        """A rank's first bytes on a data channel; the wire does not authenticate them (docs/wire.md §7).
+
+        Args:
+            rank: the rank.
+            world: the number of ranks of the cluster.
+
+        Raises:
+            EncodeError: a number that does not fit in 32 bits.
+        """
         return _greeting(MAGIC_DATA_HELLO, VERSIONS[self.revision].data, rank, world)
 
     def data_ack(self) -> bytes:
@@ -227,6 +271,10 @@ class Codec(FrameCodec):
 
     def check_control_hello(self, data: bytes, world: int) -> tuple[int, bytes | None]:
         """The (rank, model_sig) of a control hello; model_sig is None at revisions that have none.
+
+        Args:
+            data: its bytes, all of them and no more.
+            world: the number of ranks that there should be.
 
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError, AuthenticationError.
@@ -241,6 +289,10 @@ class Codec(FrameCodec):
     def check_data_hello(self, data: bytes, world: int) -> int:
         """The rank of a data hello.
 
+        Args:
+            data: its bytes, all of them and no more.
+            world: the number of ranks that there should be.
+
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError.
             HandshakeError: the rank belongs to a world of another size.
@@ -253,6 +305,9 @@ class Codec(FrameCodec):
     def check_control_ack(self, data: bytes) -> None:
         """Raise unless these bytes answer a control hello.
 
+        Args:
+            data: the bytes.
+
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError, AuthenticationError.
         """
@@ -262,6 +317,9 @@ class Codec(FrameCodec):
 
     def check_data_ack(self, data: bytes) -> None:
         """Raise unless these bytes answer a data hello.
+
+        Args:
+            data: the bytes.
 
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError.
@@ -277,7 +335,7 @@ class Codec(FrameCodec):
             raise TruncatedError(f"a {what} has {size} bytes, got {len(data)}")
         found_magic, found_version = struct.unpack_from("<2I", data)
         if found_magic != magic:
-            raise BadMagicError(f"expected the magic of a {what}, {magic:#x}, got {found_magic:#x}")
+            raise BadMagicError(wrong_magic(magic, found_magic))
         if found_version != version:
             raise VersionMismatchError(
                 f"{what} version {found_version}, revision {self.revision.value} has {version}"

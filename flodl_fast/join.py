@@ -7,8 +7,6 @@ rank and looks after those processes until they end (docs/wire.md §4, §7, §8)
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import os
 import shutil
 import signal
@@ -29,7 +27,7 @@ from . import protocol
 from .channel import Address, JoinChannel
 from .cli import salt_file
 from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, ROUTE, Environment
-from .errors import AuthenticationError, ChannelError, DecodeError, FlodlError, HandshakeError
+from .errors import AuthenticationError, ChannelClosed, ChannelError, DecodeError, FlodlError, HandshakeError
 from .frames import Codec
 from .messages import (
     JoinAbort,
@@ -42,11 +40,11 @@ from .messages import (
     RelayMsg,
 )
 from .net import scaled
+from .status import address, fetch_state
 
 __all__ = ["Exit", "add_arguments", "run"]
 
 STATUS_EVERY = 5.0  # seconds between two looks at the controller's status page
-STATUS_PATIENCE = 2.0  # seconds that one may take
 SAY_EVERY = 30.0  # seconds between two lines that say the same
 LOST_GRACE = 10.0  # seconds for ranks to end by themselves once the controller is gone
 TERMINATE_GRACE = 10.0  # seconds from asking a rank to end to making it
@@ -105,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "%(prog)s HOST:PORT [options] -- COMMAND ..."
     parser.epilog = _EXIT_CODES
-    parser.add_argument("controller", type=_address, metavar="HOST:PORT", help="where the controller listens")
+    parser.add_argument("controller", type=address, metavar="HOST:PORT", help="where the controller listens")
     # Not "+", for which some Pythons take a "--" of the command's own away.
     parser.add_argument(
         "command", nargs=argparse.PARSER, metavar="COMMAND", help="what to start for each rank, with its arguments"
@@ -136,13 +134,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HEX",
         help="the data set's signature where the cluster checks it, 64 hex digits",
     )
-
-
-def _address(text: str) -> Address:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _devices(text: str) -> bytes:
@@ -242,13 +233,15 @@ def _admission(channel: JoinChannel, args: argparse.Namespace) -> JoinAccept:
         raise _Stop(
             f"the controller's answer is signed with another salt than {_salt_in_use(args)}", Exit.REFUSED
         ) from error
-    except ChannelError as error:
+    except ChannelClosed as error:
         # The crate answers a hello whose MAC does not hold by hanging up.
         raise _Stop(
             f"refused without a word ({error}): the session salt is wrong, this host uses {_salt_in_use(args)}; "
             "or the join window is closed",
             Exit.REFUSED,
         ) from error
+    except ChannelError as error:
+        raise _Stop(f"the controller's answer breaks off: {error}", Exit.LOST) from error
     except DecodeError as error:
         raise _Stop(f"the answer is not from a flodl controller of this revision: {error}", Exit.LOST) from error
     if isinstance(answer, JoinReject):
@@ -320,16 +313,14 @@ def _wait_for_world(channel: JoinChannel, controller: Address, until: float) -> 
 
 def _status(controller: Address) -> str | None:
     """What the controller's status page says of the join window; None where there is no such page."""
-    connection = http.client.HTTPConnection(*controller, timeout=STATUS_PATIENCE)
     try:
-        connection.request("GET", "/state.json")
-        state = json.load(connection.getresponse())
+        state = fetch_state(controller)
+        if state is None:
+            return None
         wanted = state["target_ranks"] or f"at least {state['min_rank_start']}"
         return f"{state['phase']}: {state['joined_ranks']} of {wanted} ranks on {state['joined_hosts']} host(s)"
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError):
         return None
-    finally:
-        connection.close()
 
 
 # ------------------------------------------------------------------------------------------------------------ ranks

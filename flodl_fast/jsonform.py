@@ -25,7 +25,11 @@ _RANGES = {"u8": (0, 2**8), "u16": (0, 2**16), "u32": (0, 2**32), "u64": (0, 2**
 
 
 def to_json(message: Any, *, revision: Revision | str = "0.6") -> Any:
-    """The JSON value of a message, with that revision's fields.
+    """The JSON value of a message: dicts, lists, text and numbers, as ``json`` takes them.
+
+    Args:
+        message: any message of the wire.
+        revision: whose fields and variants count.
 
     Raises:
         TypeError: not a message of the revision.
@@ -49,6 +53,7 @@ def from_json(kind: Any, value: Any, *, revision: Revision | str = "0.6") -> Any
     Args:
         kind: a MsgKind, its number, or its name; "Relay" for a RelayMsg.
         value: as ``to_json`` gives it. Unknown fields are ignored, a missing optional one is None.
+        revision: whose fields and variants count.
 
     Raises:
         UnknownKindError: a kind that carries no message.
@@ -169,7 +174,8 @@ def _read(shape: Shape, value: Any, revision: Revision, where: str) -> Any:
         try:
             wide = float(value)
         except OverflowError:
-            raise EncodeError(f"{where}: an integer of {value.bit_length()} bits is too large for a float") from None
+            bits = int(value).bit_length()
+            raise EncodeError(f"{where}: an integer of {bits} bits is too large for a float") from None
         return wide if op == "f64" else _narrow(wide)
     if op == "str":
         _expect(isinstance(value, str), where, "text", value)

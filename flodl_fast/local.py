@@ -22,14 +22,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from . import messages as wire
 from . import protocol
 from .channel import Address, ControlChannel, DataChannel, accept
+from .display import count, one_line
 from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, RELAY_CONTROL, RELAY_DATA, ROUTE
 from .errors import ChannelClosed, ChannelError, FlodlError, HandshakeError, TensorError
 from .frames import Codec
+from .layout import variants_of
 from .net import scaled
 from .rounds import RoundFrame, reduce_frames, sum_frames
 
@@ -43,7 +45,10 @@ _LAST_PORT = 65535 - max(_PORTS)
 _PORT_ATTEMPTS = 100
 _ACCEPT_POLL = 0.1  # seconds until the listening thread sees that it is to end
 
-_OF_RANKS = (*get_args(wire.TimingMsg), wire.MetricsMsg)
+_OF_RANKS: tuple[type[wire.TimingMsg | wire.MetricsMsg], ...] = (
+    *(message for message, _ in variants_of(wire.TimingMsg)),
+    wire.MetricsMsg,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -69,6 +74,8 @@ class LocalResult:
     global_step: int = 0
     dead: dict[int, str] = field(default_factory=dict)
     reason: wire.SaveReason | None = None
+
+    __repr__ = one_line
 
 
 class LocalCluster:
@@ -144,6 +151,10 @@ class LocalCluster:
         self._threads: list[threading.Thread] = []
         self._sockets: list[socket.socket] = []  # all that were ever accepted
 
+    def __repr__(self) -> str:
+        state = "over" if self._coordinator.over else "running" if self._threads else "not started"
+        return f"LocalCluster({count(self._world, 'rank')}, {state}, at {self.address[0]}:{self.address[1]})"
+
     @property
     def relay_ports(self) -> tuple[int, int]:
         """The ports, data and control, for ranks that dial their host's relay."""
@@ -152,6 +163,10 @@ class LocalCluster:
 
     def environment(self, rank: int, *, route: Literal["direct", "relay"] = "direct") -> dict[str, str]:
         """The environment variables that make a process of this machine this rank, to add to its others.
+
+        Args:
+            rank: the rank.
+            route: "direct" to dial the controller's port, "relay" to dial ``relay_ports`` as if there were a relay.
 
         Raises:
             ValueError: no such rank.
@@ -184,12 +199,15 @@ class LocalCluster:
         """The cohort's metrics of each epoch as it ends, from the first on; ends with the run.
 
         Raises:
-            As ``wait``.
+            ChannelError, TensorError: as ``wait``.
         """
         yield from self._coordinator.epochs()
 
     def wait(self, timeout: float | None = None) -> LocalResult:
         """Wait until the run is over.
+
+        Args:
+            timeout: seconds to wait, None for no limit.
 
         Raises:
             TimeoutError: it is not in ``timeout`` seconds; wait again, or leave the ``with``.
@@ -200,7 +218,11 @@ class LocalCluster:
         return self._coordinator.wait(timeout)
 
     def stop(self, *, save: bool = False) -> None:
-        """End the run early: ranks leave as after its last epoch, with ``save`` having saved first. Does not wait."""
+        """End the run early: ranks leave as after its last epoch. Does not wait for them.
+
+        Args:
+            save: have them save first.
+        """
         reason = wire.SaveReason.GRACEFUL_SHUTDOWN if save else None
         self._coordinator.post(self._coordinator.end, reason)
 
@@ -791,6 +813,11 @@ def aggregate_metrics(epoch: int, world: int, reports: Sequence[wire.MetricsMsg]
     """The cohort's metrics of an epoch, as the crate makes them of its ranks' reports, any number from each.
 
     Losses and scalars are weighted by batches; times, in milliseconds, are maxima.
+
+    Args:
+        epoch: the epoch's number.
+        world: the number of ranks.
+        reports: the reports of all ranks.
     """
     batches = [0] * world
     samples = [0] * world

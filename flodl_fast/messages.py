@@ -11,11 +11,12 @@ the field.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from enum import IntEnum
 from typing import Annotated, Any, Union
 from typing import Optional as Opt
 
+from .display import one_line
 from .layout import Bytes32, Since, f32, f64, i32, u8, u16, u32, u64
 from .protocol import MsgKind
 
@@ -565,10 +566,10 @@ class JoinHello:
 
 @dataclass(slots=True)
 class JoinAccept:
-    """The controller admits the host with these ranks."""
+    """The controller admits the host with these ranks; its repr leaves the salt out."""
 
     ranks: list[u32]
-    salt_hex: Opt[str]
+    salt_hex: Opt[str] = field(repr=False)
     formation_wait_secs: u64
 
 
@@ -581,10 +582,13 @@ class JoinReject:
 
 @dataclass(slots=True)
 class JoinWorldFormed:
-    """The world is complete; envelope and relay spec are hex of JSON (docs/wire.md §8)."""
+    """The world is complete; envelope and relay spec are hex of JSON (docs/wire.md §8).
 
-    envelope_hex: str
-    relay_spec_hex: Opt[str] = None
+    Both hold the salt, so that the repr leaves them out.
+    """
+
+    envelope_hex: str = field(repr=False)
+    relay_spec_hex: Opt[str] = field(default=None, repr=False)
 
 
 @dataclass(slots=True)
@@ -661,3 +665,6 @@ PAYLOADS: dict[str, tuple[MsgKind | None, Any]] = {
 }
 
 Message = Union[ControlMsg, TimingMsg, MetricsMsg, RendezvousMsg, JoinMsg, Reserved]
+
+for _class in [value for value in globals().values() if isinstance(value, type) and is_dataclass(value)]:
+    _class.__repr__ = one_line  # type: ignore[method-assign]

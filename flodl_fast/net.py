@@ -6,6 +6,7 @@ A conversation is a generator of steps, each bytes to send or a view to fill, wh
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import math
 import os
 import struct
@@ -14,6 +15,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, Union
 
@@ -182,6 +184,42 @@ def handshake_failed(error: FlodlError) -> HandshakeError:
     return HandshakeError(f"the handshake failed: {error}{hint}")
 
 
+# ---------------------------------------------------------------------------------------------------- public peers
+
+# What the crate takes for private: loopback, RFC 1918, link-local, RFC 6598 where overlays live, and RFC 4193.
+_PRIVATE = [
+    ipaddress.ip_network(network)
+    for network in (
+        "127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "100.64.0.0/10",
+        "::1/128", "fe80::/10", "fc00::/7",
+    )
+]  # fmt: skip
+_warned: set[str] = set()
+
+
+def is_private(host: str) -> bool:
+    """Whether an IP address belongs to this machine or to a private network."""
+    address: Any = ipaddress.ip_address(host)
+    address = getattr(address, "ipv4_mapped", None) or address
+    return any(address.version == network.version and address in network for network in _PRIVATE)
+
+
+def warn_of_public(peer: Any) -> None:
+    """Warn, once for each host, of a peer whose address is public: all that goes there can be read on the way.
+
+    Args:
+        peer: as ``socket.getpeername`` gives it; what is no IP address is left alone.
+    """
+    if not isinstance(peer, tuple) or peer[0] in _warned or is_private(peer[0]):
+        return
+    _warned.add(peer[0])
+    warnings.warn(
+        f"flodl peer {peer[0]} is outside any private network, and the wire is not encrypted: whoever sees the traffic "
+        "reads parameters and metrics; keep it in a private network or a tunnel (docs/security.md)",
+        stacklevel=2,
+    )
+
+
 # ------------------------------------------------------------------------------------------------- links, channels
 
 
@@ -214,26 +252,32 @@ class Link(ABC):
         except passes:
             raise
         except FlodlError as error:
-            reason = self.shut(error)
-            if reason is not error:
-                raise _closed(reason) from reason
+            if not self.shut(error):
+                raise _closed(self._reason) from self._reason
             raise
         except BaseException:
             self.shut(ChannelError("a call was interrupted"))
             raise
 
-    def shut(self, reason: FlodlError) -> FlodlError:
-        """End the stream, which wakes whoever waits; the reason that stands, which is the first."""
-        if self._reason is None:
-            self._reason = reason
-            self._end()
-        return self._reason
+    def shut(self, reason: FlodlError) -> bool:
+        """End the stream, which wakes whoever waits; whether it was open before."""
+        if self._reason is not None:
+            return False
+        # A copy, which is never raised: a traceback would hold on to its frames, these to the channel and to all of its
+        # memory, until the garbage collector comes by.
+        self._reason = copy(reason)
+        self._end()
+        return True
 
     @abstractmethod
     def _end(self) -> None: ...
 
     @abstractmethod
     def fileno(self) -> int: ...
+
+    @abstractmethod
+    def peer(self) -> Any:
+        """The other end's address, as ``socket.getpeername`` gives it; None where it has none any more."""
 
 
 class Channel:
@@ -258,6 +302,13 @@ class Channel:
         self.deadlines = link.deadlines
         if line is not None:
             self.ranks, self.world, self.host = line.ranks, line.world, line.host
+
+    def __repr__(self) -> str:
+        word = "rank" if len(self.ranks) == 1 else "ranks"
+        whose = f"{word} {', '.join(map(str, self.ranks))} of {self.world}, " if self.ranks else ""
+        way = f"host {self.host!r}, " if self.host is not None else ""
+        state = "closed" if self.closed else "open"
+        return f"{type(self).__name__}({whose}{way}revision {self.codec.revision.value}, {state})"
 
     @property
     def closed(self) -> bool:
@@ -389,20 +440,6 @@ def _payload_size(codec: Codec, head: Any) -> int:
 # --------------------------------------------------------------------------------------------------------- messages
 
 
-class _Frames(FrameReader):
-    """A FrameReader that tells what it holds."""
-
-    @property
-    def pending(self) -> int:
-        """The bytes of frames not taken yet."""
-        return len(self._buffer) - self._start
-
-    @property
-    def rest(self) -> bytes:
-        """Those bytes."""
-        return bytes(self._buffer[self._start :])
-
-
 class Messages:
     """The framing of a message channel: bytes in any pieces to messages, and back.
 
@@ -422,7 +459,7 @@ class Messages:
     def _use(self, codec: Codec, rest: bytes = b"") -> None:
         self._codec = codec
         self._writer = FrameWriter(codec, "control", prefixed=self._prefixed)
-        self._reader = _Frames(codec, "mux" if self._mux else "control", prefixed=self._prefixed)
+        self._reader: FrameReader[Any] = FrameReader(codec, "mux" if self._mux else "control", prefixed=self._prefixed)
         self._reader.feed(rest)
 
     def rekey(self, codec: Codec) -> None:
@@ -436,7 +473,7 @@ class Messages:
             return frame
         if rank is None and len(self._ranks) == 1:
             rank = self._ranks[0]
-        if rank not in self._ranks:
+        if rank is None or rank not in self._ranks:
             raise ValueError(f"rank {rank} is not one of {list(self._ranks)}, which this channel serves")
         return self._codec.seal_record(MuxKind.DATA, rank, frame) if self._mux else frame
 
@@ -532,6 +569,11 @@ class Rounds:
         self._frame = memoryview(b"")
         self._layouts: dict[int, TensorLayout] = {}  # by tensor count: rounds of parameters, buffers, counts alternate
         self._asked: tuple[TensorLayout, RoundKind, list[tuple[int, ...]]]
+
+    def free(self) -> None:
+        """Let go of the memory, for the channel is closed: its error's traceback may keep the rest of it for long."""
+        self._in = self._out = _Scratch()
+        self._frame = memoryview(b"")
 
     def ask(
         self,

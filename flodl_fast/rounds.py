@@ -36,6 +36,8 @@ class RoundFrame:
         kind: MODEL is divided by the summed weight in a reduction, CONTROL never.
         weight: the mass that the tensors were multiplied by; finite and not negative, which encoding checks.
 
+    Frames compare by identity: whether equal bits or equal values count is yours to say, with ``np.array_equal``.
+
     Raises:
         TypeError: a tensor of another dtype, which is never converted, or one without exported memory.
     """
@@ -78,7 +80,7 @@ def sum_frames(frames: Sequence[RoundFrame], *, finite: bool = False) -> RoundFr
 def reduce_frames(frames: Sequence[RoundFrame | None], *, finite: bool = False) -> RoundFrame:
     """Average frames as the crate's controller does: ``sum_frames``, then each value times ``float32(1 / weight)``.
 
-    A sum of bfloat16 is rounded, multiplied in float32 and rounded again (docs/wire.md §6).
+    A sum of bfloat16 is rounded, multiplied in float32 and rounded again (docs/wire.md §9).
 
     Args:
         frames: one frame a rank, None where it is absent: that counts in neither sum nor weight.
@@ -187,7 +189,12 @@ def _scale(kind: RoundKind, weight: float) -> float | None:
 
 
 def gamma_mass(n: float, gamma: float = 1.0) -> float:
-    """The mass of a rank's parameters after n batches since the last average: n ** gamma, 0 where n is not positive."""
+    """The mass of a rank's parameters: ``n ** gamma``, 0 where n is not positive.
+
+    Args:
+        n: the rank's batches since the last average.
+        gamma: the cluster's exponent of work.
+    """
     if n <= 0:
         return 0.0
     if gamma == 1:
@@ -199,15 +206,27 @@ def gamma_mass(n: float, gamma: float = 1.0) -> float:
 
 
 def mover_mass(n: float) -> float:
-    """The mass of a rank's float buffers: 1 if it trained since the last average, else 0."""
+    """The mass of a rank's float buffers: 1 if it trained since the last average, else 0.
+
+    Args:
+        n: the rank's batches since the last average.
+    """
     return 1.0 if n > 0 else 0.0
 
 
 def is_realized(mass: float) -> bool:
-    """Whether a mass counts: it does where it is positive."""
+    """Whether a mass counts: it does where it is positive.
+
+    Args:
+        mass: a rank's, or a cohort's.
+    """
     return mass > 0
 
 
 def frame_ceiling(model_bytes: int) -> int:
-    """The crate's limit for a frame of a model with so many bytes of parameters and buffers (docs/wire.md §7)."""
+    """The crate's limit for a round frame, in bytes (docs/wire.md §7).
+
+    Args:
+        model_bytes: the bytes of the model's parameters and buffers together.
+    """
     return min(max(MIN_FRAME_CEILING, 2 * model_bytes), 2**64 - 1)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar, overload
 
 from ._codec import is_strict
 from ._round import RoundMeter, TensorLayout
 from .errors import EncodeError, FlodlError, LimitError, TruncatedError
-from .frames import Codec
+from .frames import Codec, MuxRecord
+from .messages import Message
 from .protocol import LENGTH_PREFIX, MAX_PREFIX
+from .rounds import RoundFrame
 
 __all__ = ["FrameReader", "FrameWriter"]
 
 _KINDS = ("control", "round", "mux")
 
+Item = TypeVar("Item")
 
-class FrameReader:
+
+class FrameReader(Generic[Item]):
     """Takes the bytes of one stream in any pieces and gives its frames; belongs to one reader.
 
     Args:
@@ -26,20 +30,51 @@ class FrameReader:
         trailing: as ``Codec.decode``; with a prefix it also covers bytes after the frame inside the prefix.
 
     An error sticks: after it the stream has no known place to go on from, so every later call raises it again.
+
+    Raises:
+        ValueError: another kind, a prefix with "mux", or another ``trailing``.
     """
 
+    @overload
+    def __init__(
+        self: FrameReader[Message],
+        codec: Codec,
+        kind: Literal["control"],
+        *,
+        prefixed: bool = False,
+        trailing: str = "ignore",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FrameReader[RoundFrame],
+        codec: Codec,
+        kind: Literal["round"],
+        *,
+        prefixed: bool = False,
+        trailing: str = "ignore",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FrameReader[MuxRecord], codec: Codec, kind: Literal["mux"], *, trailing: str = "ignore"
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FrameReader[Any], codec: Codec, kind: str, *, prefixed: bool = False, trailing: str = "ignore"
+    ) -> None: ...
     def __init__(self, codec: Codec, kind: str, *, prefixed: bool = False, trailing: str = "ignore") -> None:
         _check_kind(kind, prefixed)
         self._codec = codec
         self._prefixed = prefixed
         self._trailing = trailing
-        is_strict(trailing)
+        self._strict = is_strict(trailing)
         calls: dict[str, tuple[Callable[..., Any], Callable[..., int | None]]] = {
             "control": (codec.decode, codec.measure_frame),
             "round": (codec.decode_round, RoundMeter(codec).measure),
             "mux": (codec.decode_mux, codec.measure_record),
         }
         self._decode, self._measure = calls[kind]
+        # Control frames are small and many: one call for each.
+        self._take = codec.take_frame if kind == "control" else None
         self._buffer = bytearray()
         self._start = 0
         self._error: FlodlError | None = None
@@ -47,6 +82,9 @@ class FrameReader:
 
     def feed(self, data: Any) -> None:
         """Add bytes that arrived.
+
+        Args:
+            data: any contiguous buffer; it is copied.
 
         Raises:
             FlodlError: the error that stopped the stream.
@@ -60,25 +98,40 @@ class FrameReader:
             self._start = 0
         self._buffer += memoryview(data).cast("B")
 
-    def next(self) -> Any:
+    def next(self) -> Item | None:
         """The next frame's message, round frame or mux record; None where more bytes are needed.
 
         Raises:
             DecodeError: the bytes are no such frame, as soon as those that say so are there.
         """
-        self._check()
+        if self._error is not None:
+            raise self._error
         try:
-            size = self._whole()
-            if size is None:
+            if self._take:
+                taken = self._take(self._buffer, self._start, self._prefixed, self._strict)
+            else:
+                taken = self._cut()
+            if taken is None:
+                if self._ended:
+                    self._whole()
                 return None
-            first = self._start + (LENGTH_PREFIX if self._prefixed else 0)
-            with memoryview(self._buffer) as whole, whole[first : self._start + size] as frame:
-                item = self._decode(frame, trailing=self._trailing)
         except FlodlError as error:
             self._error = error
             raise
+        item: Item
+        item, size = taken
         self._start += size
         return item
+
+    @property
+    def pending(self) -> int:
+        """How many bytes have been fed that belong to no frame taken yet."""
+        return len(self._buffer) - self._start
+
+    @property
+    def rest(self) -> bytes:
+        """Those bytes, for whoever reads on in this reader's place."""
+        return bytes(self._buffer[self._start :])
 
     def eof(self) -> None:
         """Say that no bytes follow. Frames that are complete can still be taken.
@@ -95,7 +148,7 @@ class FrameReader:
             self._error = error
             raise
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Item]:
         """The frames that are complete."""
         while (item := self.next()) is not None:
             yield item
@@ -104,9 +157,18 @@ class FrameReader:
         if self._error is not None:
             raise self._error
 
+    def _cut(self) -> tuple[Any, int] | None:
+        """The next frame's content and its size, its prefix included."""
+        size = self._whole()
+        if size is None:
+            return None
+        first = self._start + (LENGTH_PREFIX if self._prefixed else 0)
+        with memoryview(self._buffer) as whole, whole[first : self._start + size] as frame:
+            return self._decode(frame, trailing=self._trailing), size
+
     def _whole(self) -> int | None:
         """The size of the next frame, its prefix included, where all of it is there."""
-        left = len(self._buffer) - self._start
+        left = self.pending
         size = self._prefix(left) if self._prefixed else self._measure(self._buffer, self._start)
         if size is not None and size <= left:
             return size
@@ -133,7 +195,12 @@ class FrameWriter:
     """Gives the bytes of one stream, a whole frame at a time.
 
     Args:
-        codec, kind, prefixed: as for FrameReader.
+        codec: the Codec of the stream's cluster.
+        kind: "control", "round" or "mux": what the stream carries.
+        prefixed: put the u32 length before each frame, as on a rank's legs; never with "mux".
+
+    Raises:
+        ValueError: another kind, or a prefix with "mux".
     """
 
     def __init__(self, codec: Codec, kind: str, *, prefixed: bool = False) -> None:
@@ -144,6 +211,9 @@ class FrameWriter:
 
     def write(self, item: Any) -> bytes | bytearray:
         """The bytes that carry a message, round frame or mux record.
+
+        Args:
+            item: a Message, RoundFrame or MuxRecord, as the stream's kind says.
 
         Raises:
             EncodeError, TypeError: as the Codec's encoders.

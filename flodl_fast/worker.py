@@ -12,31 +12,32 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, SupportsFloat, get_args
+from typing import TYPE_CHECKING, Any, SupportsFloat, get_args
 
 import numpy as np
 
 from . import messages as wire
-from ._round import arrays_of
 from .channel import Address, ControlChannel, DataChannel
 from .convert import NewNcclSession, ShutdownWithSave, control_wire_to_msg
+from .display import count
 from .environment import Environment
 from .errors import ChannelClosed, ChannelError
 from .frames import Codec
+from .model import Arrays, Model, norm
 from .net import Deadlines
 from .protocol import RoundKind
 from .rounds import frame_ceiling, gamma_mass, mover_mass
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["Plan", "Worker"]
 
 HEARTBEAT = 1.0  # seconds between two beacons
 NORM_EVERY = 10  # steps since the last average between two Batch messages with a parameter norm
 NO_NORM = 1e-10  # up to here the crate takes parameters for zero, and their divergence is 0
-BLOCK = 1 << 16  # values per block of a norm: few enough to stay in the cache
 
-Arrays = tuple[np.ndarray, ...]
-
-_CONTROL = get_args(wire.ControlMsg)
+_CONTROL: tuple[type[wire.ControlMsg], ...] = get_args(wire.ControlMsg)
 
 _logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Plan:
         """The number of samples, appended ones included."""
         return sum(size for _, size in self.slices)
 
-    def batches(self, batch_size: int) -> Iterator[np.ndarray]:
+    def batches(self, batch_size: int) -> Iterator[NDArray[np.int64]]:
         """The plan's full batches; what is left at its end is dropped, as in the crate.
 
         Take a batch when its turn has come: slices that are appended meanwhile add batches. Ends early with the run.
@@ -79,14 +80,14 @@ class Plan:
         self._batch_size = batch_size
         return self._batches(batch_size)
 
-    def _batches(self, batch_size: int) -> Iterator[np.ndarray]:
+    def _batches(self, batch_size: int) -> Iterator[NDArray[np.int64]]:
         while self._worker.ended is None and self._taken + batch_size <= self.size:
             batch = self._positions(self._taken, batch_size)
             self._taken += batch_size
             self._worker._clock = time.perf_counter()
             yield batch
 
-    def _positions(self, start: int, count: int) -> np.ndarray:
+    def _positions(self, start: int, count: int) -> NDArray[np.int64]:
         """What stands from ``start`` on where the slices are put one after the other."""
         parts = []
         for offset, size in self.slices:
@@ -109,17 +110,17 @@ class Worker:
 
     Args:
         params: the model's parameters: writable float32 arrays, of the same shapes and order at all ranks. NumPy
-            arrays, CPU tensors of PyTorch (``model.parameters()`` as it is), or anything with writable memory by
-            buffer protocol or, from NumPy 2.1 on, DLPack. Their memory is shared and never replaced: train them in
-            place.
+            arrays, tensors of PyTorch (``model.parameters()`` as it is), CUDA arrays, or anything with writable memory
+            by buffer protocol or, from NumPy 2.1 on, DLPack. They are never replaced: train them in place. Or all of
+            a model at once: ``flodl_fast.torch.Model(module)``, ``flodl_fast.jax.Model(tree)``.
         rank: the rank to be.
         world: the number of ranks of the cluster.
         codec: the Codec of the cluster.
-        data, control: (host, port) of the relay's two loopback ports, or both of the controller's port; or
-            connected sockets.
+        data: (host, port) of the relay's data port on loopback, or of the controller's port; or a connected socket.
+        control: the same for the relay's control port, or the controller's again.
         host: None through a relay; where the controller is dialled, the name of a host of which this is the rank.
         buffers: float32 arrays that are no parameters, such as running statistics, averaged over the ranks that
-            have trained. Leave those of other dtypes out: they stay local.
+            have trained. Leave those of other dtypes out: they stay local. None beside a Model.
         formation: begin with rank 0's values everywhere. All ranks of a cluster must agree on it: those of the
             crate's own trainer always do it, and where some do and others do not, both wait for ever.
         gamma: the cluster's exponent of work: parameters count with steps ** gamma.
@@ -136,8 +137,11 @@ class Worker:
         resources: called for each report to the coordinator; returns a ResourceSample of this rank's host.
 
     Attributes:
-        rank, world: as given.
-        params, buffers: the arrays in use, as tuples; they share the caller's memory.
+        rank: as given.
+        world: as given.
+        params: float32 arrays on the host, as a tuple: the caller's own memory, or, of tensors elsewhere, their values
+            at the last average.
+        buffers: likewise.
         steps: the number of steps so far.
         ended: None while the run goes on, then what ended it: a Shutdown, a ShutdownWithSave with its SaveReason, or
             an exception.
@@ -146,14 +150,14 @@ class Worker:
         advisory: the StageAdvisory that came last, what this rank may prefetch, or None.
 
     Raises:
-        TypeError: an array that is not float32, not writable, or without memory to share.
+        TypeError: an array that is not float32, not writable, or without memory to share; or a codec that is none.
         ValueError: no parameters, or a rank that is not in the world.
         ChannelError, DecodeError: as the channels' ``connect`` and, for the formation, ``broadcast``.
     """
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[Any] | Model,
         *,
         rank: int,
         world: int,
@@ -174,6 +178,8 @@ class Worker:
         on_message: Callable[[wire.ControlMsg], object] | None = None,
         resources: Callable[[], wire.ResourceSample] | None = None,
     ) -> None:
+        if not isinstance(codec, Codec):
+            raise TypeError(f"codec: expected a Codec, got {type(codec).__name__}")
         self.rank = rank
         self.world = world
         self.steps = 0
@@ -199,7 +205,7 @@ class Worker:
         self._throttled = False
         self._epoch_role: int | None = None
         self._last_epoch: int | None = None
-        self._model = _Model(params, buffers, gamma, alpha)
+        self._model = _Averaging(Model.of(params, buffers), gamma, alpha)
         self._stop = threading.Event()
         with ExitStack() as opened:
             self._data = opened.enter_context(
@@ -217,7 +223,7 @@ class Worker:
     @classmethod
     def from_env(
         cls,
-        params: Iterable[Any],
+        params: Iterable[Any] | Model,
         *,
         buffers: Iterable[Any] = (),
         environment: Environment | None = None,
@@ -226,36 +232,41 @@ class Worker:
         """The rank that a flodl launcher, or ``python -m flodl_fast join``, has started this process to be.
 
         Args:
-            params, buffers: as for ``Worker``.
+            params: as for ``Worker``.
+            buffers: as for ``Worker``.
             environment: what ``Environment.read()`` gives, read here if None.
             options: the keywords of ``Worker`` from ``formation`` on.
 
         Raises:
             ValueError: as ``Environment.read``.
-            As ``Worker``.
+            TypeError, ValueError, ChannelError, DecodeError: as ``Worker``.
         """
         env = environment or Environment.read()
-        params, buffers = _writable("params", params), _writable("buffers", buffers)
-        ceiling = frame_ceiling(sum(array.nbytes for array in params + buffers))
+        model = Model.of(params, buffers)
         return cls(
-            params,
+            model,
             rank=env.rank,
             world=env.world,
-            codec=Codec(env.salt, frame_ceiling=ceiling),
+            codec=Codec(env.salt, frame_ceiling=frame_ceiling(model.nbytes)),
             data=env.data,
             control=env.control,
             host=f"{env.host}/{env.rank}" if env.direct else None,
-            buffers=buffers,
             **options,
         )
 
+    def __repr__(self) -> str:
+        state = "running" if self.ended is None else f"ended by {self.ended!r}"
+        return f"Worker(rank {self.rank} of {self.world}, {count(self.steps, 'step')}, {state})"
+
     @property
     def params(self) -> Arrays:
-        return self._model.params
+        """The parameters in use."""
+        return self._model.params.arrays
 
     @property
     def buffers(self) -> Arrays:
-        return self._model.buffers
+        """The float buffers in use."""
+        return self._model.buffers.arrays
 
     # -- training
 
@@ -272,8 +283,9 @@ class Worker:
         Raises:
             ChannelClosed: coordinator or relay are gone without a Shutdown, or the worker has been closed.
             ChannelError, DecodeError: as ``ControlChannel.recv`` and ``DataChannel.all_reduce``.
-            Whatever a callback raises, those for checkpoints and evaluations excepted.
-            After any error the worker is closed.
+            Exception: whatever a callback raises, those for checkpoints and evaluations excepted.
+
+        After any error the worker is closed.
         """
         while (plan := self._next_plan()) is not None:
             yield plan
@@ -302,7 +314,7 @@ class Worker:
         Raises:
             RuntimeError: no plan is being trained, or the batch's size is not known.
             TypeError, ValueError: a value that is no number; nothing was reported.
-            As ``plans``.
+            ChannelError, DecodeError: as ``plans``.
         """
         self._check()
         if self.ended is not None:
@@ -333,7 +345,7 @@ class Worker:
         ``step`` and ``plans`` do so. Call it where neither is called for long, and the other ranks need not wait.
 
         Raises:
-            As ``plans``.
+            ChannelError, DecodeError: as ``plans``.
         """
         self._check()
         with self._ending_on_error():
@@ -341,7 +353,12 @@ class Worker:
                 pass
 
     def log(self, name: str, value: float) -> None:
-        """Add a value to a scalar of the next report; the cohort's mean comes back in ``epoch_metrics``."""
+        """Add a value to a scalar of the next report; the cohort's mean comes back in ``epoch_metrics``.
+
+        Args:
+            name: the scalar's name.
+            value: the value; the report carries the sum and the number of them.
+        """
         total, count = self._scalars.get(name, (0.0, 0))
         self._scalars[name] = (total + float(value), count + 1)
 
@@ -369,7 +386,9 @@ class Worker:
 
         Args:
             port: the port to serve the dashboard at.
-            svg, label, hash: a drawing of the model, its caption, and a hash that tells one model from another.
+            svg: a drawing of the model; without it ``label`` and ``hash`` are not told either.
+            label: its caption.
+            hash: what tells one model from another.
             metadata: JSON text to show.
             hardware: this rank's hardware in words.
 
@@ -507,6 +526,7 @@ class Worker:
 
     def _average(self) -> None:
         steps = self._since_average
+        self._model.pull()
         self._send(wire.SnapshotReady(self.rank))
         divergence, after, before = self._model.average(self._data, steps)
         self._since_average -= steps
@@ -587,48 +607,54 @@ class _Tally:
         )
 
 
-class _Model:
-    """The arrays that a rank averages, and the crate's arithmetic for it."""
+class _Averaging:
+    """The crate's arithmetic of averaging, on the model of a rank."""
 
-    def __init__(self, params: Iterable[Any], buffers: Iterable[Any], gamma: float, alpha: float | None) -> None:
+    def __init__(self, model: Model, gamma: float, alpha: float | None) -> None:
         if alpha is not None and not 0 < alpha <= 1:
             raise ValueError(f"alpha must be above 0 and at most 1, got {alpha}")
-        self.params = _writable("params", params)
-        self.buffers = _writable("buffers", buffers)
-        if not self.params:
-            raise ValueError("a worker needs at least one parameter")
+        self.params = model.params
+        self.buffers = model.buffers
         self._gamma = gamma
         self._alpha = alpha
         # Adoption waits until both rounds have succeeded, and a reply lies in the channel's memory only until the next
         # round: that of the parameters is kept where buffers follow.
-        self._kept = tuple(np.empty(array.shape, np.float32) for array in self.params) if self.buffers else None
+        params = model.params.arrays if len(model.buffers) else None
+        self._kept = params and tuple(np.empty(array.shape, np.float32) for array in params)
 
     def norm(self) -> float:
-        return _norm(self.params)
+        return self.params.norm()
 
     def form(self, data: DataChannel) -> None:
         """Take rank 0's values."""
-        for arrays in (self.params, self.buffers):
-            if arrays:
-                data.broadcast(arrays, root=0, out=arrays)
+        self.pull()
+        for tensors in (self.params, self.buffers):
+            if len(tensors):
+                tensors.adopt(data.broadcast(tensors.arrays, root=0, view=True).tensors)
+
+    def pull(self) -> None:
+        """Begin to take the model's values, for ``average``; those of tensors elsewhere are on their way then."""
+        self.params.pull()
+        self.buffers.pull()
 
     def average(self, data: DataChannel, steps: int) -> tuple[float, float, float]:
         """Join the cohort's rounds with so many steps of work and adopt what comes of them.
 
-        On any error the arrays are as they were.
+        On any error the tensors are as they were.
 
         Returns:
             The relative distance of the average from the parameters before, its norm, and theirs.
         """
-        params: Arrays = self.params
-        buffers: Arrays = self.buffers
-        if data.gather(steps).any():
-            params = _reduce(data, params, gamma_mass(steps, self._gamma), self._kept)
+        trained = data.gather(steps).any()
+        params = own = self.params.arrays
+        buffers = self.buffers.arrays
+        if trained:
+            params = _reduce(data, own, gamma_mass(steps, self._gamma), self._kept)
             if buffers:
                 buffers = _reduce(data, buffers, mover_mass(steps), None)
-        before, after, distance = _norm(self.params), _norm(params), _norm(self.params, params)
-        _adopt(self.params, params, self._alpha)
-        _adopt(self.buffers, buffers, None)
+        before, after, distance = norm(own), norm(params), norm(own, params)
+        self.params.adopt(params, self._alpha)
+        self.buffers.adopt(buffers)
         return distance / after if after > NO_NORM else 0.0, after, before
 
 
@@ -639,43 +665,6 @@ def _reduce(data: DataChannel, arrays: Arrays, mass: float, out: Arrays | None) 
     """
     reply = data.all_reduce(arrays, RoundKind.MODEL, mass, out, scale=mass, view=out is None)
     return tuple(reply.tensors) if reply.realized else arrays
-
-
-def _adopt(arrays: Arrays, averages: Arrays, alpha: float | None) -> None:
-    for array, average in zip(arrays, averages, strict=True):
-        if average is array:
-            continue
-        if alpha is not None:
-            average = (average - array) * np.float32(alpha) + array
-        np.copyto(array, average)
-
-
-def _norm(arrays: Arrays, others: Arrays | None = None) -> float:
-    """The L2 norm of all values, or of their differences to others; squares are added up in float64."""
-    total = 0.0
-    for i, array in enumerate(arrays):
-        values = array.reshape(-1)
-        minus = None if others is None else others[i].reshape(-1)
-        for start in range(0, values.size, BLOCK):
-            block = values[start : start + BLOCK]
-            if minus is not None:
-                block = block - minus[start : start + BLOCK]
-            total += float(np.dot(block, block))
-    return math.sqrt(total)
-
-
-def _writable(what: str, tensors: Iterable[Any]) -> Arrays:
-    """The arrays that share their memory with these tensors; PyTorch's are taken out of their graph."""
-    if hasattr(tensors, "__dlpack__"):
-        raise TypeError(f"{what}: expected several tensors, got one {type(tensors).__name__}")
-    try:
-        arrays = arrays_of(t.detach().numpy() if hasattr(t, "detach") else t for t in tensors)
-    except TypeError as error:
-        raise TypeError(f"{what}: {error}") from None
-    for i, array in enumerate(arrays):
-        if not array.flags.writeable:
-            raise TypeError(f"{what}: tensor {i} is read-only, and averages are written into it")
-    return arrays
 
 
 def _attempt(name: str, callback: Callable[[int], Any] | None, argument: int) -> tuple[Any, float, str | None]:

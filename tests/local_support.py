@@ -33,7 +33,7 @@ AGENT = [sys.executable, "-m", "flodl_fast", "join"]
 class LocalStack:
     """LocalCluster with the options and the output of `peer stack`."""
 
-    def __init__(self, *options: Any) -> None:
+    def __init__(self, *options: Any, dial_in: float | None = None) -> None:
         parser = argparse.ArgumentParser()
         parser.add_argument("--hosts", default="0,1")
         parser.add_argument("--policy", choices=["sync"])
@@ -42,8 +42,9 @@ class LocalStack:
         args = parser.parse_args(list(map(str, options)))
         self.world = args.hosts.replace(";", ",").count(",") + 1
         self._cluster = LocalCluster(
-            self.world, args.samples, args.batch, args.epochs, salt=SALT, heartbeat_timeout=args.heartbeat_timeout
-        )
+            self.world, args.samples, args.batch, args.epochs, salt=SALT, heartbeat_timeout=args.heartbeat_timeout,
+            dial_in=dial_in,
+        )  # fmt: skip
 
     def options(self, rank: int, direct: bool = False) -> dict[str, Any]:
         """The keywords of Worker that make it this rank."""
@@ -107,18 +108,26 @@ class Trained:
 
 
 def train(
-    options: dict[str, Any], batch: int = 32, pause: float = 0.0, tensors: int = 2, in_step: bool = False
+    options: dict[str, Any],
+    batch: int = 32,
+    pause: float = 0.0,
+    tensors: int = 2,
+    in_step: bool = False,
+    size: int = 6,
+    seen: Trained | None = None,
 ) -> Trained:
     """A rank's plain loop: its model starts at its number and gains 0.5 a batch, its loss is its number.
+
+    The first of its tensors has ``size`` values, ``options`` are the worker's, and ``seen`` is filled as it goes on.
 
     In step, it waits for an average after each batch. Where all ranks do so, and have as many batches, no outcome
     depends on who is faster: the crate may otherwise see the ranks' reports before their batches, and begin the next
     epoch first.
     """
-    seen = Trained()
+    seen = seen or Trained()
     rank = options["rank"]
-    seen.params = [np.full(6, rank, np.float32), np.full((2, 3), -rank, np.float32)][:tensors]
-    with Worker(seen.params, formation=False, on_message=seen.messages.append, **options) as worker:
+    seen.params = [np.full(size, rank, np.float32), np.full((2, 3), -rank, np.float32)][:tensors]
+    with Worker(seen.params, on_message=seen.messages.append, **{"formation": False, **options}) as worker:
         for plan in worker.plans():
             for picks in plan.batches(batch):
                 seen.picks.setdefault(plan.epoch, []).extend(picks.tolist())

@@ -417,6 +417,22 @@ def test_another_protocol(window, capfd):
     assert "not from a flodl controller" in capfd.readouterr().err
 
 
+def test_an_answer_that_breaks_off(window, capfd):
+    """It is no refusal, and nothing is wrong with the salt."""
+
+    def script() -> None:
+        with window._listener.accept()[0] as sock:
+            sock.sendall(OPEN.encode(ff.JoinAccept([0], SALT.hex(), 60))[:30])
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(1 << 16):
+                pass
+
+    assert joining(window, script, "--", "true")[0] == Exit.LOST
+    err = capfd.readouterr().err
+    assert "the controller's answer breaks off: the peer has closed the channel 30 bytes into a frame" in err
+    assert "salt" not in err
+
+
 def test_an_answer_that_does_not_come(window, capfd, monkeypatch):
     monkeypatch.setenv("FLODL_NET_TIMEOUT_SCALE", "0.1")
     monkeypatch.setattr("flodl_fast.protocol.JOIN_REPLY", 10)

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import SALT
-from worker_support import CODEC, WAIT, Coordinator, Running, until
+from worker_support import CODEC, WAIT, Coordinator, Running, ask_for_an_average, stepped, until
 
 import flodl_fast as ff
 from flodl_fast import worker as module
 from flodl_fast.convert import ShutdownWithSave
 from flodl_fast.environment import Environment
+from flodl_fast.model import BLOCK, norm
 from flodl_fast.net import Deadlines
 from flodl_fast.worker import Worker
 
@@ -261,7 +262,7 @@ def test_averages_are_written_into_the_callers_memory(coordinator, share):
 @pytest.mark.parametrize(
     ("arrays", "error"),
     [
-        ([np.zeros(2)], "expected float32, got float64"),
+        ([np.zeros(2)], "expected float32 or bfloat16, got float64"),
         ([np.zeros(2, f32), np.frombuffer(bytes(8), f32)], "params: tensor 1 is read-only"),
         ([[1.0, 2.0]], "tensor 0: list gives no memory"),
     ],
@@ -471,26 +472,6 @@ def test_steps_that_are_not_a_plans(coordinator, params):
 # ---------------------------------------------------------------------------------------------------- the average
 
 
-def ask_for_an_average(coordinator, worker, others):
-    """RequestParams served, the other ranks giving these frames to each round; the SyncAck and what the worker sent."""
-    acks = []
-    coordinator.send(ff.RequestParams())
-    done = Running(until, lambda: worker.serve() or acks)
-    assert coordinator.receive() == ff.SnapshotReady(0)
-    sent = [coordinator.round(*frames) for frames in others]
-    acks.append(coordinator.receive())
-    done.result()
-    return acks[0], sent
-
-
-def stepped(coordinator, worker, steps):
-    coordinator.plan(0, 0, steps)
-    plan = next(worker.plans())
-    for _ in plan.batches(1):
-        worker.step(0.5)
-    return [coordinator.receive() for _ in range(steps)]
-
-
 def test_the_average_is_the_crates(coordinator, params):
     """Count round, parameters times their mass, buffers times the mover mass; the ack with distance and norms."""
     buffers = [np.array([1, 3], f32)]
@@ -600,17 +581,17 @@ def test_the_norm_comes_with_every_tenth_step_since_an_average(coordinator, para
     with coordinator.serving(params) as worker:
         norms = [batch.param_norm for batch in stepped(coordinator, worker, 21)]
     assert norms[9] == norms[19] == pytest.approx(math.sqrt(140))
-    assert [i for i, norm in enumerate(norms, 1) if norm is not None] == [10, 20]
+    assert [i for i, found in enumerate(norms, 1) if found is not None] == [10, 20]
 
 
 def test_norms_of_many_blocks_and_strides():
     rng = np.random.default_rng(0)
-    big = rng.standard_normal(module.BLOCK * 2 + 17).astype(f32)
+    big = rng.standard_normal(BLOCK * 2 + 17).astype(f32)
     arrays = (big, rng.standard_normal((5, 7)).astype(f32).T, np.float32(3.0).reshape(()), np.empty((0, 2), f32))
     others = tuple(np.ascontiguousarray(a * f32(0.5)) for a in arrays)
     expected = math.sqrt(sum(float(np.sum(a.astype(np.float64) ** 2)) for a in arrays))
-    assert module._norm(arrays) == pytest.approx(expected, rel=1e-6)
-    assert module._norm(arrays, others) == pytest.approx(expected / 2, rel=1e-6)
+    assert norm(arrays) == pytest.approx(expected, rel=1e-6)
+    assert norm(arrays, others) == pytest.approx(expected / 2, rel=1e-6)
 
 
 def test_the_base_of_a_schedule(coordinator, params):

@@ -111,8 +111,10 @@ class Coordinator:
 class Stack:
     """`peer stack`: the crate's controller, coordinator and relays, in one process."""
 
-    def __init__(self, binary: Path, *options: Any, env: dict[str, str] | None = None) -> None:
-        command = [str(binary), "stack", "--salt", SALT.hex(), "--max-secs", "60", *map(str, options)]
+    def __init__(
+        self, binary: Path, *options: Any, env: dict[str, str] | None = None, max_secs: int = 60
+    ) -> None:
+        command = [str(binary), "stack", "--salt", SALT.hex(), "--max-secs", str(max_secs), *map(str, options)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
         )
@@ -192,6 +194,29 @@ def until(condition: Callable[[], bool], timeout: float = WAIT) -> None:
     while not condition():
         assert time.monotonic() < end, "what was waited for did not come"
         time.sleep(0.01)
+
+
+def ask_for_an_average(
+    coordinator: Coordinator, worker: Worker, others: list[list[ff.RoundFrame]]
+) -> tuple[ff.SyncAck, list[ff.RoundFrame]]:
+    """RequestParams served, the other ranks giving these frames to each round; the SyncAck and what the worker sent."""
+    acks: list[ff.SyncAck] = []
+    coordinator.send(ff.RequestParams())
+    done = Running(until, lambda: worker.serve() or acks)
+    assert coordinator.receive() == ff.SnapshotReady(0)
+    sent = [coordinator.round(*frames) for frames in others]
+    acks.append(coordinator.receive())
+    done.result()
+    return acks[0], sent
+
+
+def stepped(coordinator: Coordinator, worker: Worker, steps: int) -> list[ff.Batch]:
+    """So many steps of one sample; what the worker reported of them."""
+    coordinator.plan(0, 0, steps)
+    plan = next(worker.plans())
+    for _ in plan.batches(1):
+        worker.step(0.5)
+    return [coordinator.receive() for _ in range(steps)]
 
 
 def half_a_batch(params: list[np.ndarray]) -> None:

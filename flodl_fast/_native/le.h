@@ -25,6 +25,20 @@ static inline void ff_store64(uint8_t *p, uint64_t x) { x = FF_LE64(x); memcpy(p
 static inline double ff_load_f64(const uint8_t *p) { uint64_t bits = ff_load64(p); double x; memcpy(&x, &bits, 8); return x; }
 static inline void ff_store_f64(uint8_t *p, double x) { uint64_t bits; memcpy(&bits, &x, 8); ff_store64(p, bits); }
 
+/* memcpy for a name of a few bytes, which the call alone would double. */
+static inline void ff_copy_short(uint8_t *to, const void *data, size_t n) {
+    const uint8_t *from = (const uint8_t *)data;
+    if (n - 8 <= 8) { /* 8 to 16, in two halves that may overlap */
+        uint64_t first, last;
+        memcpy(&first, from, 8);
+        memcpy(&last, from + n - 8, 8);
+        memcpy(to, &first, 8);
+        memcpy(to + n - 8, &last, 8);
+    } else {
+        memcpy(to, from, n);
+    }
+}
+
 /* f32 <-> f64 that keeps a NaN's payload and its signalling bit, which the CPU's own conversion would set. */
 static inline double ff_load_f32(const uint8_t *p) {
     uint32_t bits = ff_load32(p);

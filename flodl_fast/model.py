@@ -1,0 +1,240 @@
+"""What a worker averages: the caller's tensors, wherever they are, as float32 arrays on the host (docs/frameworks.md).
+
+A tensor whose memory the host can write as float32 is shared: its array is that memory. Any other is staged: its array
+is host memory of its own, and a Lane copies between the two while the worker signs, sends and waits.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._round import arrays_of
+
+__all__ = ["Arrays", "Lane", "Model", "Slot", "Tensors", "norm"]
+
+Arrays = tuple[NDArray[np.float32], ...]
+
+BLOCK = 1 << 16  # values per block of a norm: few enough to stay in the cache
+CUDA = (2, 13)  # DLPack's device types of CUDA: its own memory, and managed
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A staged tensor.
+
+    Attributes:
+        tensor: the caller's.
+        host: the host memory that copies go to and come from, as its framework wants it.
+        array: the same memory as a float32 array.
+    """
+
+    tensor: Any
+    host: Any
+    array: np.ndarray
+
+
+class Lane(Protocol):
+    """Copies between the tensors of one device and the host, which run in the order in which they are begun."""
+
+    def slot(self, tensor: Any) -> Slot:
+        """Host memory for a tensor, pinned where that makes copies faster."""
+
+    def begin(self) -> None:
+        """Let later copies wait for all that the caller has given the device up to now."""
+
+    def down(self, slot: Slot) -> None:
+        """Begin to copy a tensor to the host."""
+
+    def up(self, slot: Slot) -> None:
+        """Begin to copy the host's values to a tensor."""
+
+    def mark(self) -> Callable[[], object]:
+        """What waits on the host for the copies begun up to now."""
+
+    def end(self) -> None:
+        """Let all that the caller gives the device from now on wait for the copies begun up to now."""
+
+    def squares(self, tensors: Sequence[Any]) -> float:
+        """The sum of the squares of all values of these tensors, computed where they are."""
+
+
+def lane_of(tensor: Any) -> Lane | None:
+    """How a tensor is staged; None where its memory can be shared.
+
+    Raises:
+        ImportError: CUDA memory of another library than PyTorch, without CuPy to copy it.
+        TypeError: a PyTorch tensor that is not float32.
+    """
+    if isinstance(tensor, np.ndarray):
+        return None
+    pytorch = sys.modules.get("torch")
+    if pytorch is not None and isinstance(tensor, pytorch.Tensor):
+        from . import torch
+
+        return torch.lane_of(tensor)
+    if hasattr(tensor, "__cuda_array_interface__") or _dlpack_device(tensor) in CUDA:
+        from . import cupy
+
+        return cupy.lane_of(tensor)
+    return None
+
+
+def _dlpack_device(tensor: Any) -> int | None:
+    return int(tensor.__dlpack_device__()[0]) if hasattr(tensor, "__dlpack_device__") else None
+
+
+class Tensors:
+    """Tensors of the caller's as float32 arrays on the host.
+
+    Args:
+        what: what to call them in an error.
+        tensors: the tensors.
+        lane_of: says of each how it is staged.
+
+    Raises:
+        TypeError: a tensor that is not float32, not writable, or without memory to share.
+    """
+
+    def __init__(
+        self, what: str, tensors: Iterable[Any], lane_of: Callable[[Any], Lane | None] = lane_of
+    ) -> None:
+        if hasattr(tensors, "__dlpack__"):
+            raise TypeError(f"{what}: expected several tensors, got one {type(tensors).__name__}")
+        self._slots: dict[int, tuple[Lane, Slot]] = {}
+        memories = []
+        for i, tensor in enumerate(tensors):
+            try:
+                lane = lane_of(tensor)
+                if lane is not None:
+                    self._slots[i] = lane, lane.slot(tensor)
+                    tensor = self._slots[i][1].array
+                elif hasattr(tensor, "detach"):  # PyTorch's, out of its graph
+                    tensor = tensor.detach().numpy()
+            except TypeError as error:
+                raise TypeError(f"{what}: tensor {i}: {error}") from None
+            memories.append(tensor)
+        try:
+            self._arrays = arrays_of(memories)
+        except TypeError as error:
+            raise TypeError(f"{what}: {error}") from None
+        for i, array in enumerate(self._arrays):
+            if not array.flags.writeable:
+                raise TypeError(f"{what}: tensor {i} is read-only, and averages are written into it")
+        self._lanes = list({id(lane): lane for lane, _ in self._slots.values()}.values())
+        self._waits: list[Callable[[], object]] = []
+
+    @property
+    def arrays(self) -> Arrays:
+        """The arrays: of staged tensors with the values of the last ``pull``, which is waited for."""
+        while self._waits:
+            self._waits.pop()()
+        return self._arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays."""
+        return sum(array.nbytes for array in self._arrays)
+
+    def pull(self) -> None:
+        """Begin to bring the tensors' values into the arrays."""
+        for lane in self._lanes:
+            lane.begin()
+        for lane, slot in self._slots.values():
+            lane.down(slot)
+        self._waits = [lane.mark() for lane in self._lanes]
+
+    def adopt(self, averages: Sequence[np.ndarray], alpha: float | None = None) -> None:
+        """Give the tensors these values, or with ``alpha`` go that share of the way; what is one of ``arrays`` stays."""
+        arrays = self.arrays
+        for lane in self._lanes:
+            lane.begin()
+        for i, (array, average) in enumerate(zip(arrays, averages, strict=True)):
+            if average is array:
+                continue
+            np.copyto(array, blend(array, average, alpha))
+            if i in self._slots:
+                lane, slot = self._slots[i]
+                lane.up(slot)
+        for lane in self._lanes:
+            lane.end()
+
+    def norm(self) -> float:
+        """The L2 norm of all values as the tensors have them now."""
+        total = squares([array for i, array in enumerate(self._arrays) if i not in self._slots])
+        for lane in self._lanes:
+            total += lane.squares([slot.tensor for its, slot in self._slots.values() if its is lane])
+        return math.sqrt(total)
+
+
+class Model:
+    """A model as a worker takes it.
+
+    Attributes:
+        params: the parameters.
+        buffers: what is averaged beside them.
+        sig: the signature that the ranks of a cluster of revision 0.8 compare; None where names are not known.
+    """
+
+    def __init__(self, params: Tensors, buffers: Tensors, sig: bytes | None = None) -> None:
+        self.params = params
+        self.buffers = buffers
+        self.sig = sig
+
+    @classmethod
+    def of(cls, params: Iterable[Any] | Model, buffers: Iterable[Any]) -> Model:
+        """The model of what a worker is given.
+
+        Raises:
+            TypeError: as ``Tensors``; or buffers beside a Model, which has its own.
+            ValueError: no parameters.
+        """
+        if not isinstance(params, Model):
+            params = Model(Tensors("params", params), Tensors("buffers", buffers))
+        elif tuple(buffers):
+            raise TypeError("a Model has buffers of its own: buffers= is for lists of arrays")
+        if not len(params.params):
+            raise ValueError("a worker needs at least one parameter")
+        return params
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays."""
+        return self.params.nbytes + self.buffers.nbytes
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.params)} parameters, {len(self.buffers)} buffers, {self.nbytes} bytes"
+        return f"{type(self).__module__}.{type(self).__name__}({sizes})"
+
+
+def blend(array: np.ndarray, average: np.ndarray, alpha: float | None) -> np.ndarray:
+    """The average, or what lies the share ``alpha`` of the way to it; in the crate's arithmetic."""
+    return average if alpha is None else (average - array) * np.float32(alpha) + array
+
+
+def norm(arrays: Sequence[np.ndarray], others: Sequence[np.ndarray] | None = None) -> float:
+    """The L2 norm of all values, or of their differences to others."""
+    return math.sqrt(squares(arrays, others))
+
+
+def squares(arrays: Sequence[np.ndarray], others: Sequence[np.ndarray] | None = None) -> float:
+    """The sum of the squares of all values, or of their differences to others, in float64."""
+    total = 0.0
+    for i, array in enumerate(arrays):
+        values = array.reshape(-1)
+        minus = None if others is None else others[i].reshape(-1)
+        for start in range(0, values.size, BLOCK):
+            block = values[start : start + BLOCK]
+            if minus is not None:
+                block = block - minus[start : start + BLOCK]
+            total += float(np.dot(block, block))
+    return total
