@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 MADE := $(VENV)/.made-$(subst /,-,$(PYTHON))
 BUILT := $(VENV)/.built-$(KIND)
 SOURCES := setup.py pyproject.toml $(wildcard flodl_fast/*.pyx flodl_fast/*.pxd flodl_fast/_native/*)
+DEBUG_PYTHON ?= python3-dbg
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?=
 FUZZ_FRAMES ?= 200000
@@ -68,6 +69,16 @@ test-valgrind: ## the checks of the C kernels that valgrind can run, under its m
 	$(CC) -O1 -g -ffp-contract=off -Iflodl_fast/_native -o build/check_kernels.valgrind \
 	    tests/native/check_kernels.c $(wildcard flodl_fast/_native/*.c)
 	valgrind --quiet --error-exitcode=1 --leak-check=full --show-leak-kinds=all build/check_kernels.valgrind
+
+test-leaks: $(VENV)/.with-test ## failing calls, 200,000 of them, leave nothing; also in a debug build of CPython where one is found
+	$(BIN)/python tests/leaks.py
+ifneq ($(PYTHON),$(DEBUG_PYTHON))
+	@if command -v $(DEBUG_PYTHON) >/dev/null; then \
+	    $(MAKE) test-leaks PYTHON=$(DEBUG_PYTHON) VENV=$(VENV)-debug FLODL_FAST_DEBUG=1; \
+	else \
+	    echo 'References are not counted: no $(DEBUG_PYTHON) here. Debian, Ubuntu: apt-get install python3-dbg'; \
+	fi
+endif
 
 fuzz: export FLODL_FAST_SANITIZE = address,fuzzer-no-link
 fuzz: export CC = clang
