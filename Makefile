@@ -23,7 +23,8 @@ ARM_RUN := qemu-aarch64
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help \
-    demo demo-flodl build test test-kernels test-frameworks test-pythons test-arm test-sanitize test-valgrind test-faults \
+    demo demo-flodl build test test-kernels test-frameworks test-pythons test-arm test-sanitize test-valgrind \
+    test-faults test-wireshark dissector \
     soak fuzz fuzz-crate coverage bench bench-gate lint dist clean
 
 help: ## list the targets
@@ -88,11 +89,22 @@ fuzz: ## coverage-guided fuzzing of every target, FUZZ_SECONDS each; FUZZ_TARGET
 
 fuzz-crate: $(VENV)/.with-test ## mutated frames, FUZZ_FRAMES in all, to the published crates and to us: the same outcomes; needs cargo
 	FLODL_FAST_MUTATIONS=$(FUZZ_FRAMES) $(BIN)/python -m pytest tests/interop/test_mutations.py
+
 test-faults: $(VENV)/.with-test ## train over networks that fail, TRIALS=300 times; against the crate where cargo is installed
 	$(BIN)/python tests/faults.py --trials $(TRIALS)
 
 soak: $(VENV)/.with-test ## train for SOAK_MINUTES=30, kill ranks, watch memory, descriptors and threads
 	$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES)
+
+test-wireshark: $(VENV)/.with-test ## the dissector in tshark; root with apt-get gets tshark installed
+	@command -v tshark >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq tshark >&2; } || \
+	    { echo 'Needs tshark. Debian, Ubuntu: apt-get install tshark; Fedora: dnf install wireshark-cli;' \
+	           'macOS: brew install wireshark' >&2; exit 1; }
+	$(BIN)/python -m pytest tests/test_dissector.py
+
+dissector: $(BUILT) ## write the tables of tools/flodl.lua anew from the messages
+	$(BIN)/python scripts/make_dissector.py
 
 coverage: export FLODL_FAST_COVERAGE = 1
 coverage: ## line coverage of the Python and Cython sources
@@ -111,6 +123,9 @@ lint: $(VENV)/.with-dev ## ruff, mypy, pyright, and the stubs against the compil
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/python -m mypy.stubtest flodl_fast._codec flodl_fast._round
+
+docs: $(VENV)/.with-docs ## the documentation site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 dist: $(VENV)/.with-dev ## an sdist, and a wheel built from it, in dist/
 	$(BIN)/python -m build

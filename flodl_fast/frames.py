@@ -35,6 +35,7 @@ from .protocol import (
     VERSIONS,
     MuxKind,
     Revision,
+    wrong_magic,
 )
 from .rounds import RoundFrame
 
@@ -334,7 +335,7 @@ class Codec(FrameCodec):
             raise TruncatedError(f"a {what} has {size} bytes, got {len(data)}")
         found_magic, found_version = struct.unpack_from("<2I", data)
         if found_magic != magic:
-            raise BadMagicError(f"expected the magic of a {what}, {magic:#x}, got {found_magic:#x}")
+            raise BadMagicError(wrong_magic(magic, found_magic))
         if found_version != version:
             raise VersionMismatchError(
                 f"{what} version {found_version}, revision {self.revision.value} has {version}"

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, SupportsFloat, get_args
+from typing import TYPE_CHECKING, Any, SupportsFloat, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from . import messages as wire
 from .channel import Address, ControlChannel, DataChannel
@@ -28,6 +27,9 @@ from .model import Arrays, Model, norm
 from .net import Deadlines
 from .protocol import RoundKind
 from .rounds import frame_ceiling, gamma_mass, mover_mass
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["Plan", "Worker"]
 
@@ -148,7 +150,7 @@ class Worker:
         advisory: the StageAdvisory that came last, what this rank may prefetch, or None.
 
     Raises:
-        TypeError: an array that is not float32, not writable, or without memory to share.
+        TypeError: an array that is not float32, not writable, or without memory to share; or a codec that is none.
         ValueError: no parameters, or a rank that is not in the world.
         ChannelError, DecodeError: as the channels' ``connect`` and, for the formation, ``broadcast``.
     """
@@ -176,6 +178,8 @@ class Worker:
         on_message: Callable[[wire.ControlMsg], object] | None = None,
         resources: Callable[[], wire.ResourceSample] | None = None,
     ) -> None:
+        if not isinstance(codec, Codec):
+            raise TypeError(f"codec: expected a Codec, got {type(codec).__name__}")
         self.rank = rank
         self.world = world
         self.steps = 0

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 import socket
 import threading
 import time
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -657,26 +655,3 @@ def test_a_run_by_hand_needs_nothing_but_train():
         seen = train(cluster.options(0, direct=True), batch=4)
         assert cluster.lines()[-1]["avg_count"] == 1
     assert seen.picks == {0: [0, 1, 2, 3]}
-
-
-# -------------------------------------------------------------------------------------------------------------- docs
-
-
-def test_example_of_the_docs(tmp_path, monkeypatch, capfd):
-    page = (Path(__file__).resolve().parents[1] / "docs" / "cluster.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
-    (tmp_path / "train.py").write_text(
-        "import numpy as np\n"
-        "from flodl_fast.worker import Worker\n"
-        "with Worker.from_env([np.zeros(3, np.float32)]) as worker:\n"
-        "    for plan in worker.plans():\n"
-        "        for _ in plan.batches(32):\n"
-        "            worker.step(loss=0.25)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    exec(code, names)
-    assert [process.wait(WAIT) for process in names["ranks"]] == [0, 0, 0]
-    out = capfd.readouterr().out.splitlines()
-    assert out[:5] == [f"epoch {epoch}: loss 0.2500" for epoch in range(5)]
-    assert out[5] == f"{names['result'].averages} averages of 150 batches"
