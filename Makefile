@@ -54,7 +54,7 @@ test-frameworks: ## the suites and examples with PyTorch and JAX; takes the PyTo
 	$(MAKE) --no-print-directory VENV=$(FRAMEWORKS) $(FRAMEWORKS)/.with-frameworks
 	@$(FRAMEWORKS)/bin/python -W error -c 'import torch; torch.ones(1).numpy()' 2>/dev/null || \
 	    $(FRAMEWORKS)/bin/python -m pip install --quiet 'flodl_fast[frameworks]' 'numpy<2' # what that PyTorch is built for
-	$(FRAMEWORKS)/bin/python -m pytest $(addprefix tests/test_,torch.py jax.py cupy.py model.py examples.py)
+	$(FRAMEWORKS)/bin/python -m pytest $(addprefix tests/test_,torch.py jax.py cupy.py model.py examples.py docs.py)
 
 test-arm: ## the checks of the C kernels on an emulated 64-bit Arm
 	@command -v $(ARM_CC) >/dev/null && command -v $(ARM_RUN) >/dev/null || \
