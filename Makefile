@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+FRAMEWORKS := .venv-frameworks
 
 # A build of another kind (setup.py has the switches) replaces the one in the environment, and is replaced in turn.
 KIND := plain$(if $(filter 1,$(FLODL_FAST_DEBUG)),-debug)$(if $(filter 1,$(FLODL_FAST_COVERAGE)),-coverage)$(addprefix -,$(FLODL_FAST_SANITIZE))
@@ -23,7 +24,8 @@ ARM_RUN := qemu-aarch64
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help \
-    demo demo-flodl build test test-kernels test-pythons test-arm test-sanitize test-valgrind test-faults test-wireshark dissector \
+    demo demo-flodl build test test-kernels test-frameworks test-pythons test-arm test-sanitize test-valgrind \
+    test-faults test-wireshark dissector \
     soak fuzz fuzz-crate coverage bench bench-gate lint dist clean
 
 help: ## list the targets
@@ -47,6 +49,13 @@ test-kernels: $(VENV)/.with-test ## the suite with the portable kernels
 
 test-pythons: $(VENV)/.with-dev ## one wheel for each CPython 3.10 to 3.13 found here, tried with NumPy 1.26 and the newest
 	$(BIN)/python scripts/test_pythons.py
+
+test-frameworks: export VENV_FLAGS = --system-site-packages
+test-frameworks: ## the suites and examples with PyTorch and JAX; takes the PyTorch of the system where PYTHON has it
+	$(MAKE) --no-print-directory VENV=$(FRAMEWORKS) $(FRAMEWORKS)/.with-frameworks
+	@$(FRAMEWORKS)/bin/python -W error -c 'import torch; torch.ones(1).numpy()' 2>/dev/null || \
+	    $(FRAMEWORKS)/bin/python -m pip install --quiet 'flodl_fast[frameworks]' 'numpy<2' # what that PyTorch is built for
+	$(FRAMEWORKS)/bin/python -m pytest $(addprefix tests/test_,torch.py jax.py cupy.py model.py examples.py docs.py)
 
 test-arm: ## the checks of the C kernels on an emulated 64-bit Arm
 	@command -v $(ARM_CC) >/dev/null && command -v $(ARM_RUN) >/dev/null || \
@@ -133,7 +142,7 @@ dist: $(VENV)/.with-dev ## an sdist, and a wheel built from it, in dist/
 	$(BIN)/python -m build
 
 clean: ## remove all that the other targets make
-	rm -rf build dist *.egg-info $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage htmlcov
+	rm -rf build dist *.egg-info $(VENV) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage htmlcov
 	rm -f flodl_fast/*.so flodl_fast/*.c
 
 $(MADE):
