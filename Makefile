@@ -22,8 +22,8 @@ ARM_RUN := qemu-aarch64
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help \
-    demo demo-flodl build test test-kernels test-pythons test-arm test-sanitize test-valgrind test-faults \
-    soak fuzz fuzz-crate coverage bench bench-gate lint docs dist check-dist clean
+    demo demo-flodl build test test-kernels test-pythons test-arm test-sanitize test-valgrind test-faults test-wireshark \
+    dissector soak fuzz fuzz-crate coverage bench bench-gate lint docs dist check-dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1: /p' $(MAKEFILE_LIST)
@@ -80,11 +80,22 @@ fuzz: ## coverage-guided fuzzing of every target, FUZZ_SECONDS each; FUZZ_TARGET
 
 fuzz-crate: $(VENV)/.with-test ## mutated frames, FUZZ_FRAMES in all, to the published crates and to us: the same outcomes; needs cargo
 	FLODL_FAST_MUTATIONS=$(FUZZ_FRAMES) $(BIN)/python -m pytest tests/interop/test_mutations.py
+
 test-faults: $(VENV)/.with-test ## train over networks that fail, TRIALS=300 times; against the crate where cargo is installed
 	$(BIN)/python tests/faults.py --trials $(TRIALS)
 
 soak: $(VENV)/.with-test ## train for SOAK_MINUTES=30, kill ranks, watch memory, descriptors and threads
 	$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES)
+
+test-wireshark: $(VENV)/.with-test ## the dissector in tshark; root with apt-get gets tshark installed
+	@command -v tshark >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq tshark >&2; } || \
+	    { echo 'Needs tshark. Debian, Ubuntu: apt-get install tshark; Fedora: dnf install wireshark-cli;' \
+	           'macOS: brew install wireshark' >&2; exit 1; }
+	$(BIN)/python -m pytest tests/test_dissector.py
+
+dissector: $(BUILT) ## write the tables of tools/flodl.lua anew from the messages
+	$(BIN)/python scripts/make_dissector.py
 
 coverage: export FLODL_FAST_COVERAGE = 1
 coverage: ## line coverage of the Python and Cython sources

@@ -30,6 +30,7 @@ from .local import LocalCluster
 from .messages import *  # noqa: F403
 from .protocol import MsgKind, MuxKind, Revision, RoundKind
 from .rounds import (
+    Elided,
     RoundFold,
     RoundFrame,
     TensorLayout,
@@ -53,6 +54,7 @@ __all__ = [
     "Codec",
     "ControlChannel",
     "DataChannel",
+    "Elided",
     "Environment",
     "FrameReader",
     "FrameWriter",

@@ -73,6 +73,7 @@ cdef class FrameCodec:
     cdef void mac_end(self, ff_mac_stream* stream, uint8_t* out) noexcept nogil
     cdef int write_frame(self, Writer* w, object message) except -1
     cdef Py_ssize_t measure(self, const uint8_t* p, Py_ssize_t n) except -1
+    cdef Py_ssize_t prefix(self, const uint8_t* p, Py_ssize_t n) except -1
     cdef object read(self, uint32_t family, const uint8_t* data, Py_ssize_t n, bint strict)
     cdef object open(self, const uint8_t* p, Py_ssize_t n, bint strict)
     cdef void sign_pair(self, uint8_t* a, uint8_t* b) noexcept

@@ -471,33 +471,34 @@ cdef object finish(Writer* w):
 
 cdef inline int write_varint(Writer* w, uint64_t x) except -1:
     reserve(w, 9)
-    put_varint(w, x)
+    w.p = put_varint(w.p, x)
     return 0
 
 
-cdef inline void put_varint(Writer* w, uint64_t x) noexcept:
-    """A varint, where there is room for 9 bytes."""
+# What is put takes a place with room enough and gives the place after it.
+
+cdef inline uint8_t* put_varint(uint8_t* p, uint64_t x) noexcept:
+    """A varint, of at most 9 bytes."""
     if x < 251:
-        w.p[0] = <uint8_t>x
-        w.p += 1
-    elif x <= 0xFFFF:
-        w.p[0] = 251
-        ff_store16(w.p + 1, <uint16_t>x)
-        w.p += 3
-    elif x <= 0xFFFFFFFFu:
-        w.p[0] = 252
-        ff_store32(w.p + 1, <uint32_t>x)
-        w.p += 5
-    else:
-        w.p[0] = 253
-        ff_store64(w.p + 1, x)
-        w.p += 9
+        p[0] = <uint8_t>x
+        return p + 1
+    if x <= 0xFFFF:
+        p[0] = 251
+        ff_store16(p + 1, <uint16_t>x)
+        return p + 3
+    if x <= 0xFFFFFFFFu:
+        p[0] = 252
+        ff_store32(p + 1, <uint32_t>x)
+        return p + 5
+    p[0] = 253
+    ff_store64(p + 1, x)
+    return p + 9
 
 
-cdef inline void put_f64(Writer* w, PyObject* value) noexcept:
-    """A float object, where there is room for 8 bytes."""
-    ff_store_f64(w.p, PyFloat_AS_DOUBLE(value))
-    w.p += 8
+cdef inline uint8_t* put_float(uint8_t* p, PyObject* value) noexcept:
+    """The eight bytes of a float object."""
+    ff_store_f64(p, PyFloat_AS_DOUBLE(value))
+    return p + 8
 
 
 cdef inline int write_raw(Writer* w, const void* data, Py_ssize_t n) except -1:
@@ -554,18 +555,24 @@ cdef int write_unsigned(Writer* w, const Node* t, PyObject* value) except -1:
     return write_whole(w, t, <PyObject*>plain)
 
 
-cdef inline int write_whole(Writer* w, const Node* t, PyObject* value) except -1:
+cdef int write_whole(Writer* w, const Node* t, PyObject* value) except -1:
     """An int of an unsigned type."""
-    cdef uint64_t x = PyLong_AsUnsignedLongLong(value)
-    if x > t.most or x == <uint64_t>-1 and PyErr_Occurred() is not NULL:
-        PyErr_Clear()
-        raise bad_value(w, f"expected an integer from 0 to {t.most}, got {shown(<object>value)}")
+    cdef uint64_t x = unsigned_of(w, t, value)
     if t.op == U8:
         reserve(w, 1)
         w.p[0] = <uint8_t>x
         w.p += 1
         return 0
     return write_varint(w, x)
+
+
+cdef inline uint64_t unsigned_of(Writer* w, const Node* t, PyObject* value) except? <uint64_t>-1:
+    """The value of an int, within what its type can hold."""
+    cdef uint64_t x = PyLong_AsUnsignedLongLong(value)
+    if x > t.most or x == <uint64_t>-1 and PyErr_Occurred() is not NULL:
+        PyErr_Clear()
+        raise bad_value(w, f"expected an integer from 0 to {t.most}, got {shown(<object>value)}")
+    return x
 
 
 cdef int write_signed(Writer* w, PyObject* value) except -1:
@@ -658,9 +665,9 @@ cdef int write_items(Writer* w, const Node* t, PyObject* value) except -1:
         reserve(w, 8 * n)
         p = w.p
         while first < n and PyFloat_CheckExact(PySequence_Item(value, first)):
-            ff_store_f64(p + 8 * first, PyFloat_AS_DOUBLE(PySequence_Item(value, first)))
+            p = put_float(p, PySequence_Item(value, first))
             first += 1
-        w.p = p + 8 * first
+        w.p = p
     here.up = w.where
     here.node = t
     here.key = NULL
@@ -697,11 +704,9 @@ cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
         if (floats and PyFloat_CheckExact(item) and PyUnicode_CheckExact(key) and PyUnicode_IS_COMPACT_ASCII(key)):
             length = PyUnicode_GET_LENGTH(key)
             reserve(w, length + 17)
-            put_varint(w, length)
-            p = w.p
+            p = put_varint(w.p, length)
             ff_copy_short(p, PyUnicode_DATA(key), length)
-            ff_store_f64(p + length, PyFloat_AS_DOUBLE(item))
-            w.p = p + length + 8
+            w.p = put_float(p + length, item)
             continue
         owned_key, owned_item = <object>key, <object>item
         here.key = key
@@ -730,6 +735,7 @@ cdef int write_struct(Writer* w, const Node* t, PyObject* message) except -1:
     cdef Where here
     cdef Py_ssize_t i
     cdef PyObject* value
+    cdef uint8_t* p
     cdef const Node* part
     cdef object owned = <object>message     # a value's own conversion code may drop it from where it came
     here.up = w.where
@@ -737,6 +743,7 @@ cdef int write_struct(Writer* w, const Node* t, PyObject* message) except -1:
     here.key = NULL
     w.where = &here
     reserve(w, 9 * t.n)
+    p = w.p
     for i in range(t.n):
         here.index = i
         part = &t.child[i]
@@ -745,19 +752,21 @@ cdef int write_struct(Writer* w, const Node* t, PyObject* message) except -1:
             raise TypeError(f"{path_of(w.where)}: the field has no value")
         # The most frequent kinds of field, of at most 9 bytes, without another call.
         if part.op == F64 and PyFloat_CheckExact(value):
-            put_f64(w, value)
+            p = put_float(p, value)
         elif part.op == U64 and PyLong_CheckExact(value):
-            write_whole(w, part, value)
+            p = put_varint(p, unsigned_of(w, part, value))
         elif part.op == OPT and value is None_:
-            w.p[0] = 0
-            w.p += 1
+            p[0] = 0
+            p += 1
         elif part.op == OPT and part.child.op == F64 and PyFloat_CheckExact(value):
-            w.p[0] = 1
-            w.p += 1
-            put_f64(w, value)
+            p[0] = 1
+            p = put_float(p + 1, value)
         else:
+            w.p = p
             write_value(w, part, value)
             reserve(w, 9 * t.n)
+            p = w.p
+    w.p = p
     w.where = here.up
     return 0
 
@@ -1307,6 +1316,15 @@ cdef class FrameCodec:
                              "(max_payload)")
         return HEADER + <Py_ssize_t>length
 
+    cdef Py_ssize_t prefix(self, const uint8_t* p, Py_ssize_t n) except -1:
+        """The checked length prefix at p; 0 where it is not all there."""
+        if n < 4:
+            return 0
+        if ff_load32(p) > self.frame_ceiling:
+            raise LimitError(f"a length prefix of {ff_load32(p)} bytes is above the limit of {self.frame_ceiling} "
+                             "(frame_ceiling)")
+        return ff_load32(p)
+
     cdef object open(self, const uint8_t* p, Py_ssize_t n, bint strict):
         """The message of the one frame at p; strict: nothing may be left after value and frame."""
         cdef Py_ssize_t size = self.measure(p, n)
@@ -1383,6 +1401,30 @@ cdef class FrameCodec:
         cdef Input source = Input(buffer)
         source.skip(offset)
         return self.measure(source.data, source.n) or None
+
+    def take_frame(self, buffer, Py_ssize_t offset, bint prefixed, bint strict):
+        """The (message, size) of the control frame that starts at the offset, None where it is not all there.
+
+        Args:
+            prefixed: the frame has its u32 length before it, which the size then includes.
+            strict: refuse bytes left after the value, or after the frame inside its prefix.
+
+        Raises:
+            DecodeError: as ``decode``; what a header alone can tell, as soon as the header is there.
+        """
+        cdef Input source = Input(buffer)
+        cdef const uint8_t* p
+        cdef Py_ssize_t n, size
+        source.skip(offset)
+        p, n = source.data, source.n
+        if not prefixed:
+            size = self.measure(p, n)
+            return (self.open(p, size, strict), size) if 0 < size <= n else None
+        size = self.prefix(p, n)
+        if n < 4 or n - 4 < size:
+            self.measure(p + 4, n - 4)
+            return None
+        return self.open(p + 4, size, strict), 4 + size
 
     # -- many frames
 
@@ -1640,13 +1682,8 @@ cdef class Scan:
         cdef const uint8_t* p = self.source.data + self.done
         cdef Py_ssize_t n = self.source.n - self.done, size, prefix = 0
         if self.prefixed:
-            if n < 4:
-                return 0
-            prefix = ff_load32(p)
-            if prefix > self.codec.frame_ceiling:
-                raise LimitError(f"a length prefix of {prefix} bytes is above the limit of {self.codec.frame_ceiling} "
-                                 "(frame_ceiling)")
-            if n - 4 < prefix:
+            prefix = self.codec.prefix(p, n)
+            if n < 4 or n - 4 < prefix:
                 return 0
             p += 4
             n = prefix

@@ -212,6 +212,10 @@ class _Channel(net.Channel):
     async def close(self) -> None:
         """Close at once; calls that wait in other tasks raise ChannelClosed. Closing again does nothing."""
         await self._link.close()
+        self._free()
+
+    def _free(self) -> None:
+        """Let go of the memory that frames were kept in."""
 
     async def __aenter__(self: Self) -> Self:
         return self
@@ -229,6 +233,9 @@ class _MessageChannel(_Channel):
         super().__init__(link, codec, line)
         self._messages = Messages(codec, line)
         self._buffer = memoryview(bytearray(net.READ_SIZE))
+
+    def _free(self) -> None:
+        self._buffer = memoryview(b"")
 
     async def send(self, message: Message, rank: int | None = None) -> None:
         """As ``channel.ControlChannel.send``; cancelled, the message goes out whole or not at all."""
@@ -302,6 +309,9 @@ class DataChannel(_Channel):
         self._sending: asyncio.Task[None] | None = None
         self._coming: asyncio.Task[RelayMsg | None] | None = None
 
+    def _free(self) -> None:
+        self._rounds.free()
+
     @classmethod
     async def connect(
         cls,
@@ -349,7 +359,9 @@ class DataChannel(_Channel):
 
     async def gather(self, value: float) -> np.ndarray:
         """As ``channel.DataChannel.gather``."""
-        return (await self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0)).tensors[0]
+        reply = await self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0)
+        slots: np.ndarray = reply.tensors[0]
+        return slots
 
     # -- the serving side
 

@@ -156,6 +156,10 @@ class _Channel(net.Channel):
         world (docs/wire.md §8).
         """
         self._link.close()
+        self._free()
+
+    def _free(self) -> None:
+        """Let go of the memory that frames were kept in."""
 
     def __enter__(self: Self) -> Self:
         return self
@@ -173,6 +177,9 @@ class _MessageChannel(_Channel):
         super().__init__(link, codec, line)
         self._messages = Messages(codec, line)
         self._buffer = memoryview(bytearray(net.READ_SIZE))
+
+    def _free(self) -> None:
+        self._buffer = memoryview(b"")
 
     def send(self, message: Message, rank: int | None = None) -> None:
         """Send a message; returns when all of its frame is with the operating system.
@@ -301,6 +308,9 @@ class DataChannel(_Channel):
         super().__init__(link, codec, line)
         self._rounds = Rounds(codec, line)
 
+    def _free(self) -> None:
+        self._rounds.free()
+
     @classmethod
     def connect(
         cls,
@@ -406,7 +416,8 @@ class DataChannel(_Channel):
         Raises:
             EncodeError, TensorError, TypeError, ValueError, ChannelError, DecodeError: as ``all_reduce``.
         """
-        return self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0).tensors[0]
+        slots: np.ndarray = self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0).tensors[0]
+        return slots
 
     # -- the serving side
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from . import _round
 from ._codec import FrameCodec, whole_number
+from .display import one_line
 from .errors import (
     AuthenticationError,
     BadMagicError,
@@ -60,6 +61,8 @@ class MuxRecord:
     kind: MuxKind
     rank: int = 0
     payload: bytes | RelayMsg = b""
+
+    __repr__ = one_line
 
 
 class Codec(FrameCodec):

@@ -27,6 +27,7 @@ from typing import Any, Literal, cast
 from . import messages as wire
 from . import protocol
 from .channel import Address, ControlChannel, DataChannel, accept
+from .display import count, one_line
 from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, RELAY_CONTROL, RELAY_DATA, ROUTE
 from .errors import ChannelClosed, ChannelError, FlodlError, HandshakeError, TensorError
 from .frames import Codec
@@ -73,6 +74,8 @@ class LocalResult:
     global_step: int = 0
     dead: dict[int, str] = field(default_factory=dict)
     reason: wire.SaveReason | None = None
+
+    __repr__ = one_line
 
 
 class LocalCluster:
@@ -147,6 +150,10 @@ class LocalCluster:
         self.address: Address = host, port
         self._threads: list[threading.Thread] = []
         self._sockets: list[socket.socket] = []  # all that were ever accepted
+
+    def __repr__(self) -> str:
+        state = "over" if self._coordinator.over else "running" if self._threads else "not started"
+        return f"LocalCluster({count(self._world, 'rank')}, {state}, at {self.address[0]}:{self.address[1]})"
 
     @property
     def relay_ports(self) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, Union
 
@@ -251,20 +252,22 @@ class Link(ABC):
         except passes:
             raise
         except FlodlError as error:
-            reason = self.shut(error)
-            if reason is not error:
-                raise _closed(reason) from reason
+            if not self.shut(error):
+                raise _closed(self._reason) from self._reason
             raise
         except BaseException:
             self.shut(ChannelError("a call was interrupted"))
             raise
 
-    def shut(self, reason: FlodlError) -> FlodlError:
-        """End the stream, which wakes whoever waits; the reason that stands, which is the first."""
-        if self._reason is None:
-            self._reason = reason
-            self._end()
-        return self._reason
+    def shut(self, reason: FlodlError) -> bool:
+        """End the stream, which wakes whoever waits; whether it was open before."""
+        if self._reason is not None:
+            return False
+        # A copy, which is never raised: a traceback would hold on to its frames, these to the channel and to all of its
+        # memory, until the garbage collector comes by.
+        self._reason = copy(reason)
+        self._end()
+        return True
 
     @abstractmethod
     def _end(self) -> None: ...
@@ -299,6 +302,13 @@ class Channel:
         self.deadlines = link.deadlines
         if line is not None:
             self.ranks, self.world, self.host = line.ranks, line.world, line.host
+
+    def __repr__(self) -> str:
+        word = "rank" if len(self.ranks) == 1 else "ranks"
+        whose = f"{word} {', '.join(map(str, self.ranks))} of {self.world}, " if self.ranks else ""
+        way = f"host {self.host!r}, " if self.host is not None else ""
+        state = "closed" if self.closed else "open"
+        return f"{type(self).__name__}({whose}{way}revision {self.codec.revision.value}, {state})"
 
     @property
     def closed(self) -> bool:
@@ -430,20 +440,6 @@ def _payload_size(codec: Codec, head: Any) -> int:
 # --------------------------------------------------------------------------------------------------------- messages
 
 
-class _Frames(FrameReader[Any]):
-    """A FrameReader that tells what it holds."""
-
-    @property
-    def pending(self) -> int:
-        """The bytes of frames not taken yet."""
-        return len(self._buffer) - self._start
-
-    @property
-    def rest(self) -> bytes:
-        """Those bytes."""
-        return bytes(self._buffer[self._start :])
-
-
 class Messages:
     """The framing of a message channel: bytes in any pieces to messages, and back.
 
@@ -463,7 +459,7 @@ class Messages:
     def _use(self, codec: Codec, rest: bytes = b"") -> None:
         self._codec = codec
         self._writer = FrameWriter(codec, "control", prefixed=self._prefixed)
-        self._reader = _Frames(codec, "mux" if self._mux else "control", prefixed=self._prefixed)
+        self._reader: FrameReader[Any] = FrameReader(codec, "mux" if self._mux else "control", prefixed=self._prefixed)
         self._reader.feed(rest)
 
     def rekey(self, codec: Codec) -> None:
@@ -573,6 +569,11 @@ class Rounds:
         self._frame = memoryview(b"")
         self._layouts: dict[int, TensorLayout] = {}  # by tensor count: rounds of parameters, buffers, counts alternate
         self._asked: tuple[TensorLayout, RoundKind, list[tuple[int, ...]]]
+
+    def free(self) -> None:
+        """Let go of the memory, for the channel is closed: its error's traceback may keep the rest of it for long."""
+        self._in = self._out = _Scratch()
+        self._frame = memoryview(b"")
 
     def ask(
         self,

@@ -51,8 +51,8 @@ class Revision(Enum):
         return members.index(self) < members.index(other)
 
 
-BF16_SINCE = Revision.V0_7  # tensors of bfloat16 (§6)
-ELISION_SINCE = Revision.V0_8  # tensors of zeros without data (§6)
+BF16_SINCE = Revision.V0_7  # tensors of bfloat16 (§9)
+ELISION_SINCE = Revision.V0_8  # tensors of zeros without data (§9)
 
 
 class Versions(NamedTuple):

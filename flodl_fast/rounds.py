@@ -80,7 +80,7 @@ def sum_frames(frames: Sequence[RoundFrame], *, finite: bool = False) -> RoundFr
 def reduce_frames(frames: Sequence[RoundFrame | None], *, finite: bool = False) -> RoundFrame:
     """Average frames as the crate's controller does: ``sum_frames``, then each value times ``float32(1 / weight)``.
 
-    A sum of bfloat16 is rounded, multiplied in float32 and rounded again (docs/wire.md §6).
+    A sum of bfloat16 is rounded, multiplied in float32 and rounded again (docs/wire.md §9).
 
     Args:
         frames: one frame a rank, None where it is absent: that counts in neither sum nor weight.

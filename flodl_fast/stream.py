@@ -66,13 +66,15 @@ class FrameReader(Generic[Item]):
         self._codec = codec
         self._prefixed = prefixed
         self._trailing = trailing
-        is_strict(trailing)
+        self._strict = is_strict(trailing)
         calls: dict[str, tuple[Callable[..., Any], Callable[..., int | None]]] = {
             "control": (codec.decode, codec.measure_frame),
             "round": (codec.decode_round, RoundMeter(codec).measure),
             "mux": (codec.decode_mux, codec.measure_record),
         }
         self._decode, self._measure = calls[kind]
+        # Control frames are small and many: one call for each.
+        self._take = codec.take_frame if kind == "control" else None
         self._buffer = bytearray()
         self._start = 0
         self._error: FlodlError | None = None
@@ -102,19 +104,34 @@ class FrameReader(Generic[Item]):
         Raises:
             DecodeError: the bytes are no such frame, as soon as those that say so are there.
         """
-        self._check()
+        if self._error is not None:
+            raise self._error
         try:
-            size = self._whole()
-            if size is None:
+            if self._take:
+                taken = self._take(self._buffer, self._start, self._prefixed, self._strict)
+            else:
+                taken = self._cut()
+            if taken is None:
+                if self._ended:
+                    self._whole()
                 return None
-            first = self._start + (LENGTH_PREFIX if self._prefixed else 0)
-            with memoryview(self._buffer) as whole, whole[first : self._start + size] as frame:
-                item: Item = self._decode(frame, trailing=self._trailing)
         except FlodlError as error:
             self._error = error
             raise
+        item: Item
+        item, size = taken
         self._start += size
         return item
+
+    @property
+    def pending(self) -> int:
+        """How many bytes have been fed that belong to no frame taken yet."""
+        return len(self._buffer) - self._start
+
+    @property
+    def rest(self) -> bytes:
+        """Those bytes, for whoever reads on in this reader's place."""
+        return bytes(self._buffer[self._start :])
 
     def eof(self) -> None:
         """Say that no bytes follow. Frames that are complete can still be taken.
@@ -140,9 +157,18 @@ class FrameReader(Generic[Item]):
         if self._error is not None:
             raise self._error
 
+    def _cut(self) -> tuple[Any, int] | None:
+        """The next frame's content and its size, its prefix included."""
+        size = self._whole()
+        if size is None:
+            return None
+        first = self._start + (LENGTH_PREFIX if self._prefixed else 0)
+        with memoryview(self._buffer) as whole, whole[first : self._start + size] as frame:
+            return self._decode(frame, trailing=self._trailing), size
+
     def _whole(self) -> int | None:
         """The size of the next frame, its prefix included, where all of it is there."""
-        left = len(self._buffer) - self._start
+        left = self.pending
         size = self._prefix(left) if self._prefixed else self._measure(self._buffer, self._start)
         if size is not None and size <= left:
             return size

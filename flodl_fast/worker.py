@@ -19,6 +19,7 @@ import numpy as np
 from . import messages as wire
 from .channel import Address, ControlChannel, DataChannel
 from .convert import NewNcclSession, ShutdownWithSave, control_wire_to_msg
+from .display import count
 from .environment import Environment
 from .errors import ChannelClosed, ChannelError
 from .frames import Codec
@@ -252,6 +253,10 @@ class Worker:
             host=f"{env.host}/{env.rank}" if env.direct else None,
             **options,
         )
+
+    def __repr__(self) -> str:
+        state = "running" if self.ended is None else f"ended by {self.ended!r}"
+        return f"Worker(rank {self.rank} of {self.world}, {count(self.steps, 'step')}, {state})"
 
     @property
     def params(self) -> Arrays:

@@ -262,7 +262,7 @@ def test_averages_are_written_into_the_callers_memory(coordinator, share):
 @pytest.mark.parametrize(
     ("arrays", "error"),
     [
-        ([np.zeros(2)], "expected float32, got float64"),
+        ([np.zeros(2)], "expected float32 or bfloat16, got float64"),
         ([np.zeros(2, f32), np.frombuffer(bytes(8), f32)], "params: tensor 1 is read-only"),
         ([[1.0, 2.0]], "tensor 0: list gives no memory"),
     ],
