@@ -25,8 +25,8 @@ ARM_RUN := qemu-aarch64
 .DELETE_ON_ERROR:
 .PHONY: help \
     demo demo-flodl build test test-kernels test-frameworks test-pythons test-arm test-sanitize test-valgrind \
-    test-faults test-wireshark dissector \
-    soak fuzz fuzz-crate coverage bench bench-gate lint dist clean
+    test-leaks test-faults test-wireshark dissector soak fuzz fuzz-crate coverage bench bench-gate \
+    lint docs dist check-dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1: /p' $(MAKEFILE_LIST)
@@ -138,8 +138,12 @@ lint: $(VENV)/.with-dev ## ruff, mypy, pyright, and the stubs against the compil
 docs: $(VENV)/.with-docs ## the documentation site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-dist: $(VENV)/.with-dev ## an sdist, and a wheel built from it, in dist/
+dist: $(VENV)/.with-dist ## an sdist, and a wheel built from it, in dist/
+	rm -rf dist
 	$(BIN)/python -m build
+
+check-dist: dist ## what is in them, the wheel's tags and size, and the wheel at work where there is no compiler
+	$(BIN)/python scripts/check_dist.py
 
 clean: ## remove all that the other targets make
 	rm -rf build dist *.egg-info $(VENV) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage htmlcov
