@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, Union
+from weakref import ref
 
 import ml_dtypes
 import numpy as np
@@ -237,6 +238,7 @@ class Link(ABC):
     def __init__(self, deadlines: Deadlines) -> None:
         self.deadlines = deadlines
         self._reason: FlodlError | None = None
+        self._first: ref[FlodlError]
 
     @property
     def closed(self) -> bool:
@@ -256,22 +258,21 @@ class Link(ABC):
         except passes:
             raise
         except FlodlError as error:
-            if not self.shut(error):
-                raise _closed(self._reason) from self._reason
+            if (before := self.shut(error)) is not None:
+                raise _closed(before) from before
             raise
         except BaseException:
             self.shut(ChannelError("a call was interrupted"))
             raise
 
-    def shut(self, reason: FlodlError) -> bool:
-        """End the stream, which wakes whoever waits; whether it was open before."""
-        if self._reason is not None:
-            return False
-        # A copy, which is never raised: a traceback would hold on to its frames, these to the channel and to all of its
-        # memory, until the garbage collector comes by.
-        self._reason = copy(reason)
-        self._end()
-        return True
+    def shut(self, reason: FlodlError) -> FlodlError | None:
+        """End the stream, which wakes whoever waits; the reason that has ended it before, if another one has."""
+        if self._reason is None:
+            # A copy, which is never raised: a traceback would hold on to its frames, these to the channel and to all of
+            # its memory, until the garbage collector comes by.
+            self._first, self._reason = ref(reason), copy(reason)
+            self._end()
+        return None if self._first() is reason else self._reason
 
     @abstractmethod
     def _end(self) -> None: ...
