@@ -27,7 +27,7 @@ from typing import Any, Literal, cast
 from . import messages as wire
 from . import protocol
 from .channel import Address, ControlChannel, DataChannel, accept
-from .display import count, one_line
+from .display import one_line, plural
 from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, RELAY_CONTROL, RELAY_DATA, REVISION, ROUTE
 from .errors import ChannelClosed, ChannelError, FlodlError, HandshakeError, TensorError
 from .frames import Codec
@@ -153,7 +153,7 @@ class LocalCluster:
 
     def __repr__(self) -> str:
         state = "over" if self._coordinator.over else "running" if self._threads else "not started"
-        return f"LocalCluster({count(self._world, 'rank')}, {state}, at {self.address[0]}:{self.address[1]})"
+        return f"LocalCluster({plural(self._world, 'rank')}, {state}, at {self.address[0]}:{self.address[1]})"
 
     @property
     def relay_ports(self) -> tuple[int, int]:
