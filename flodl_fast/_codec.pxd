@@ -9,6 +9,7 @@ cdef struct Family:
     Node* variants
     uint32_t n
     bint tagged
+    PyObject* name
 
 
 # Where the instances of a message class go.
