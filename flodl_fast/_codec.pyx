@@ -12,6 +12,7 @@ import numpy as np
 
 __all__ = ["FrameCodec", "check_values", "family_name", "is_strict", "plain_number", "sha256_kernel", "whole_number"]
 
+cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
@@ -1668,6 +1669,7 @@ def check_values(message):
 # ------------------------------------------------------------------------------------------------- batches, columns
 
 
+@cython.final
 cdef class Scan:
     """The frames of a buffer, looked at a batch at a time: headers first, then the MACs two by two."""
 
@@ -1777,6 +1779,7 @@ cdef class Scan:
         return error
 
 
+@cython.final
 cdef class Records:
     """Timing messages gathered by variant: numbers into records, messages with text or bytes as rows of objects."""
 
