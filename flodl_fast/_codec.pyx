@@ -1419,6 +1419,8 @@ cdef class FrameCodec:
         """The (message, size) of the control frame that starts at the offset, None where it is not all there.
 
         Args:
+            buffer: any contiguous buffer.
+            offset: where the frame, or its prefix, starts in it.
             prefixed: the frame has its u32 length before it, which the size then includes.
             strict: refuse bytes left after the value, or after the frame inside its prefix.
 
