@@ -53,7 +53,8 @@ class Record(NamedTuple):
 
     def __repr__(self) -> str:
         way = self.direction.name.lower()
-        return f"Record({len(self.data)} bytes {way} on {self.leg!r} at {self.time_ns / 1e9:.6f} s, offset {self.offset})"
+        when = f"{self.time_ns / 1e9:.6f} s"
+        return f"Record({len(self.data)} bytes {way} on {self.leg!r} at {when}, offset {self.offset})"
 
 
 class CaptureWriter:
