@@ -287,22 +287,15 @@ cdef class Table:
 
     cdef object key(self, Reader* r, Py_ssize_t n):
         """The str of the next n bytes, at most KEY_SIZE; a cached one where the same key was read lately."""
-        cdef const uint8_t* text = r.p
-        cdef uint64_t h = n, word
-        cdef Py_ssize_t i
-        for i in range(0, n - 7, 8):
-            h = (h ^ ff_load64(text + i)) * 0x9E3779B97F4A7C15u
-        word = 0
-        memcpy(&word, text + (n & ~<Py_ssize_t>7), n & 7)
-        h = (h ^ word) * 0x9E3779B97F4A7C15u >> 56
-        found = <object>PyList_GET_ITEM(<PyObject*>self.keys, h)
+        cdef uint32_t at = ff_hash_short(r.p, n) >> 24
+        found = <object>PyList_GET_ITEM(<PyObject*>self.keys, at)
         if (found is not None and PyUnicode_IS_COMPACT_ASCII(<PyObject*>found)
                 and PyUnicode_GET_LENGTH(<PyObject*>found) == n
-                and memcmp(PyUnicode_DATA(<PyObject*>found), text, n) == 0):
+                and ff_same_short(PyUnicode_DATA(<PyObject*>found), r.p, n)):
             r.p += n
             return found
-        found = take_text(r, n, PyUnicode_DecodeUTF8(<const char*>text, n, NULL))
-        self.keys[h] = found
+        found = take_text(r, n, PyUnicode_DecodeUTF8(<const char*>r.p, n, NULL))
+        self.keys[at] = found
         return found
 
     cdef int plan_columns(self) except -1:
@@ -879,6 +872,12 @@ cdef inline int32_t unzigzag(uint64_t x) noexcept:
     return <int32_t>(<uint32_t>(x >> 1) ^ (0 - <uint32_t>(x & 1)))
 
 
+cdef inline PyObject* take_float(Reader* r) except NULL:
+    """The float in the next 8 bytes, which are there."""
+    r.p += 8
+    return PyFloat_FromDouble(ff_load_f64(r.p - 8))
+
+
 cdef object read_text(Reader* r, Table table):
     """A str; its keys come from the table's cache where a table is given."""
     cdef Py_ssize_t n = read_count(r, 1)
@@ -906,6 +905,10 @@ cdef object read_list(Reader* r, const Node* t, Table table):
     cdef Where here
     cdef Py_ssize_t i, n = read_count(r, t.child.least)
     cdef object items = PyList_New(n)
+    if t.child.op == F64:           # and so many are there: their count says so
+        for i in range(n):
+            PyList_SET_ITEM(items, i, take_float(r))
+        return items
     here.up = r.where
     here.node = t
     here.key = NULL
@@ -942,6 +945,7 @@ cdef object read_map(Reader* r, const Node* t, Table table):
     cdef Py_ssize_t i, n = read_count(r, t.child[0].least + t.child[1].least)
     # A count is only as good as the bytes that follow: past some size let the dict grow with them.
     cdef dict items = ff_dict_for(min(n, 1024))
+    cdef bint floats = t.child[1].op == F64
     cdef object key
     cdef PyObject* value
     cdef int error
@@ -953,7 +957,11 @@ cdef object read_map(Reader* r, const Node* t, Table table):
         here.key = NULL
         key = read_text(r, table)
         here.key = <PyObject*>key
-        value = read_value(r, &t.child[1], table)
+        if floats:
+            need(r, 8)
+            value = take_float(r)
+        else:
+            value = read_value(r, &t.child[1], table)
         error = PyDict_SetPair(items, key, value)
         Py_DecRef(value)
         if error:
@@ -979,8 +987,7 @@ cdef object read_struct(Reader* r, const Node* t, Table table):
         part = &t.child[i]
         if part.op == F64:
             need(r, 8)
-            r.p += 8
-            value = PyFloat_FromDouble(ff_load_f64(r.p - 8))
+            value = take_float(r)
         elif part.op == U64:
             value = PyLong_FromUnsignedLongLong(read_varint(r, part.most))
         else:
@@ -1002,8 +1009,7 @@ cdef PyObject* read_value(Reader* r, const Node* t, Table table) except NULL:
     cdef uint64_t x
     if op == F64:
         need(r, 8)
-        r.p += 8
-        return PyFloat_FromDouble(ff_load_f64(r.p - 8))
+        return take_float(r)
     elif op == U64 or op == U32 or op == U16:
         return PyLong_FromUnsignedLongLong(read_varint(r, t.most))
     elif op == OPT:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._round import arrays_of
+from .signature import dtype_name, model_sig
 
 __all__ = ["Arrays", "Lane", "Model", "Slot", "Tensors", "norm"]
 
@@ -120,6 +121,9 @@ class Tensors:
             except TypeError as error:
                 raise TypeError(f"{what}: tensor {i}: {error}") from None
             memories.append(tensor)
+        for i, memory in enumerate(memories):  # A frame may hold bfloat16 as well, a worker's arrays may not.
+            if hasattr(memory, "dtype") and dtype_name(memory) != "float32":
+                raise TypeError(f"{what}: tensor {i}: expected float32, got {dtype_name(memory)}")
         try:
             self._arrays = arrays_of(memories)
         except TypeError as error:
@@ -191,20 +195,39 @@ class Model:
         self.sig = sig
 
     @classmethod
-    def of(cls, params: Iterable[Any] | Model, buffers: Iterable[Any]) -> Model:
-        """The model of what a worker is given.
+    def of(
+        cls, params: Mapping[str, Any] | Iterable[Any] | Model, buffers: Mapping[str, Any] | Iterable[Any]
+    ) -> Model:
+        """The model of what a worker is given; its names are known where it is mappings.
+
+        A mapping has all buffers of a model: those of other dtypes than float32 stay local.
 
         Raises:
             TypeError: as ``Tensors``; or buffers beside a Model, which has its own.
             ValueError: no parameters.
         """
         if not isinstance(params, Model):
-            params = Model(Tensors("params", params), Tensors("buffers", buffers))
+            params = cls._of_tensors(params, buffers)
         elif tuple(buffers):
             raise TypeError("a Model has buffers of its own: buffers= is for lists of arrays")
         if not len(params.params):
             raise ValueError("a worker needs at least one parameter")
         return params
+
+    @staticmethod
+    def _of_tensors(
+        params: Mapping[str, Any] | Iterable[Any], buffers: Mapping[str, Any] | Iterable[Any]
+    ) -> Model:
+        sig = None
+        if isinstance(buffers, (tuple, list)) and not buffers:
+            buffers = {}
+        if isinstance(params, Mapping):
+            if isinstance(buffers, Mapping):
+                sig = model_sig(params, buffers)
+            params = params.values()
+        if isinstance(buffers, Mapping):
+            buffers = [buffer for buffer in buffers.values() if dtype_name(buffer) == "float32"]
+        return Model(Tensors("params", params), Tensors("buffers", buffers), sig)
 
     @property
     def nbytes(self) -> int:

@@ -25,7 +25,7 @@ from support import MESSAGE_FILES
 import flodl_fast as ff
 
 TURN = 1_000  # failing calls of a kind in a turn, the same in each
-SLACK = {"resident bytes": 1 << 20, "allocated blocks": 50, "references": 50}  # the interpreter's own, however many calls
+SLACK = {"resident bytes": 1 << 20, "allocated blocks": 50, "references": 50}  # of the interpreter itself
 
 Call = Callable[[], Any]
 
