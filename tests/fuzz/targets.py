@@ -21,7 +21,7 @@ from conftest import SALT, golden
 from support import MESSAGE_FILES, NUMBER_OF
 
 import flodl_fast as ff
-from flodl_fast import capture, cli, protocol
+from flodl_fast import capture, cli, inspection, protocol
 from flodl_fast.messages import PAYLOADS
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -273,7 +273,7 @@ def decode_command(data: bytes) -> None:
 def inspect_command(data: bytes) -> None:
     """Any file given to ``inspect``: lines of JSON, or a table that cannot steer a terminal."""
     options = Options(data)
-    framing = cli.FRAMINGS[options.pick(len(cli.FRAMINGS))]
+    framing = inspection.FRAMINGS[options.pick(len(inspection.FRAMINGS))]
     salt = ["--salt", SALT.hex()] if options.pick(2) else []
     as_json = ["--json"] if options.pick(2) else []
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -392,10 +392,10 @@ def _file_seeds(codec: ff.Codec, revision: str) -> Seeds:
         for frame in frames:
             writer.write(frame, "rank 0", capture.Direction.UP, time_ns=0)
         for salted_and_json in range(4):
-            option = len(cli.FRAMINGS) * salted_and_json
+            option = len(inspection.FRAMINGS) * salted_and_json
             yield option, stream
             yield option, recorded.getvalue()
-            yield option + cli.FRAMINGS.index("prefixed-" * prefixed + kind), stream
+            yield option + inspection.FRAMINGS.index("prefixed-" * prefixed + kind), stream
 
 
 _SEEDS: dict[str, Callable[[ff.Codec, str], Seeds]] = {
