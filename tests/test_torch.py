@@ -9,7 +9,7 @@ from hashlib import sha256
 import cuda_stand_in as stand_in
 import numpy as np
 import pytest
-from worker_support import Coordinator, ask_for_an_average, stepped
+from worker_support import CODEC, Coordinator, ask_for_an_average, stepped
 
 import flodl_fast as ff
 
@@ -112,13 +112,22 @@ def test_cpu_float32_is_shared_and_nothing_else():
     assert len(half.buffers) == 0  # buffers of half precision stay local
 
 
+def test_other_memory_is_noticed():
+    net = torch.nn.Linear(2, 2)
+    tensors = module.Model(net).params
+    tensors.pull()
+    net.weight.data = net.weight.data.clone()
+    with pytest.raises(RuntimeError, match="params: tensor 0 has other memory than when the worker was made"):
+        tensors.pull()
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_precision_travels_as_float32_where_asked(coordinator, dtype):
     net = torch.nn.Linear(5, 3).to(dtype)
     with pytest.raises(TypeError, match=r'parameter weight: expected float32, got b?float16; .*widen=True'):
         module.Model(net)
     with pytest.raises(TypeError, match="tensor 0: expected float32"):
-        ff.Worker(net.parameters(), rank=0, world=1, codec=None, data=("", 0), control=("", 0))
+        ff.Worker(net.parameters(), rank=0, world=1, codec=CODEC, data=("", 0), control=("", 0))
     params = values(net.parameters())
     others = [a + f32(0.5) for a in params]
     averaged(coordinator, module.Model(net, widen=True), params, [], others, [])
@@ -145,7 +154,7 @@ def test_other_dtypes_are_refused(dtype, error):
 
 
 def test_what_cannot_be_asked():
-    options = {"rank": 0, "world": 1, "codec": None, "data": ("", 0), "control": ("", 0)}
+    options = {"rank": 0, "world": 1, "codec": CODEC, "data": ("", 0), "control": ("", 0)}
     with pytest.raises(TypeError, match="buffers of its own"):
         ff.Worker(module.Model(torch.nn.Linear(2, 2)), buffers=[np.zeros(1, f32)], **options)
     with pytest.raises(ValueError, match="at least one parameter"):
