@@ -849,12 +849,12 @@ def aggregate_metrics(
         batches[rank] += report.batches_processed
         samples[rank] += report.samples_processed
         losses[rank] += report.avg_loss * report.batches_processed
-        for name, values in times.items():
-            values[rank] = max(values[rank], getattr(report, name))
-        for name, (total, count) in report.scalars.items():
+        for name, longest in times.items():
+            longest[rank] = max(longest[rank], getattr(report, name))
+        for name, (total, values) in report.scalars.items():
             had, counted = sums[rank].get(name, (0.0, 0))
-            sums[rank][name] = had + total, counted + count
-    means = [{name: total / count if count else 0.0 for name, (total, count) in scalars.items()} for scalars in sums]
+            sums[rank][name] = had + total, counted + values
+    means = [{name: total / n if n else 0.0 for name, (total, n) in scalars.items()} for scalars in sums]
     scalars: dict[str, float] = {}
     for name in {name: None for mean in means for name in mean}:
         ranks = [rank for rank in range(world) if sums[rank].get(name, (0.0, 0))[1]]
