@@ -169,7 +169,7 @@ class Tensors:
             array = self._arrays[i]
             if array.size and tensor.data_ptr() != array.ctypes.data:
                 raise RuntimeError(
-                    f"{self._what}: tensor {i} has other memory than when the worker was made, which would average what "
+                    f"{self._what}: tensor {i} has other memory than when the worker was made, and would average what "
                     "is left behind: move a module, or set .data, before that"
                 )
         for lane in self._lanes:
