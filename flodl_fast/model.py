@@ -223,6 +223,10 @@ class Model:
 
         A mapping has all buffers of a model: those of other dtypes than float32 stay local.
 
+        Args:
+            params: the parameters, or a whole Model.
+            buffers: what is averaged beside them.
+
         Raises:
             TypeError: as ``Tensors``; or buffers beside a Model, which has its own.
             ValueError: no parameters.

@@ -9,7 +9,7 @@ from hashlib import sha256
 import cuda_stand_in as stand_in
 import numpy as np
 import pytest
-from worker_support import CODEC, Coordinator, ask_for_an_average, stepped
+from worker_support import CODEC, Coordinator, Running, ask_for_an_average, stepped
 
 import flodl_fast as ff
 
@@ -172,6 +172,26 @@ def test_the_signature_is_of_names_dtypes_and_shapes_as_declared():
         for tag, name, code, *dims in entries
     )
     assert module.Model(net, widen=True).sig == sha256(plain).digest()
+
+
+def test_ranks_of_0_8_in_bfloat16():
+    """Their signatures agree, since their modules do; bfloat16 values travel as they are."""
+
+    def train(environment, bias):
+        net = torch.nn.Linear(2, 1).bfloat16()
+        torch.nn.init.constant_(net.weight, 1.0)
+        torch.nn.init.constant_(net.bias, bias)
+        model = module.Model(net, widen=True)
+        options = {"environment": ff.Environment.read(environment), "bf16_wire": True, "formation": False}
+        with ff.Worker.from_env(model, **options) as worker:
+            for plan in worker.plans():
+                for _ in plan.batches(1):
+                    worker.step(0.5)
+        return [p.tolist() for p in net.parameters()]
+
+    with ff.LocalCluster(2, 2, 1, 1, revision="0.8") as cluster:
+        ranks = [Running(train, cluster.environment(rank), bias) for rank, bias in enumerate((1.0, 2.0))]
+        assert [rank.result() for rank in ranks] == [[[[1.0, 1.0]], [1.5]]] * 2
 
 
 def test_the_repr():
