@@ -27,7 +27,7 @@ from typing import Any, Literal, cast
 from . import messages as wire
 from . import protocol
 from .channel import Address, ControlChannel, DataChannel, accept
-from .display import count, one_line
+from .display import one_line, plural
 from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, RELAY_CONTROL, RELAY_DATA, REVISION, ROUTE
 from .errors import ChannelClosed, ChannelError, FlodlError, HandshakeError, TensorError
 from .frames import Codec
@@ -153,7 +153,7 @@ class LocalCluster:
 
     def __repr__(self) -> str:
         state = "over" if self._coordinator.over else "running" if self._threads else "not started"
-        return f"LocalCluster({count(self._world, 'rank')}, {state}, at {self.address[0]}:{self.address[1]})"
+        return f"LocalCluster({plural(self._world, 'rank')}, {state}, at {self.address[0]}:{self.address[1]})"
 
     @property
     def relay_ports(self) -> tuple[int, int]:
@@ -849,12 +849,12 @@ def aggregate_metrics(
         batches[rank] += report.batches_processed
         samples[rank] += report.samples_processed
         losses[rank] += report.avg_loss * report.batches_processed
-        for name, values in times.items():
-            values[rank] = max(values[rank], getattr(report, name))
-        for name, (total, count) in report.scalars.items():
+        for name, longest in times.items():
+            longest[rank] = max(longest[rank], getattr(report, name))
+        for name, (total, values) in report.scalars.items():
             had, counted = sums[rank].get(name, (0.0, 0))
-            sums[rank][name] = had + total, counted + count
-    means = [{name: total / count if count else 0.0 for name, (total, count) in scalars.items()} for scalars in sums]
+            sums[rank][name] = had + total, counted + values
+    means = [{name: total / n if n else 0.0 for name, (total, n) in scalars.items()} for scalars in sums]
     scalars: dict[str, float] = {}
     for name in {name: None for mean in means for name in mean}:
         ranks = [rank for rank in range(world) if sums[rank].get(name, (0.0, 0))[1]]

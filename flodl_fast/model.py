@@ -46,24 +46,31 @@ class Lane(Protocol):
 
     def slot(self, tensor: Any) -> Slot:
         """Host memory for a tensor, pinned where that makes copies faster."""
+        ...
 
     def begin(self) -> None:
         """Let later copies wait for all that the caller has given the device up to now."""
+        ...
 
     def down(self, slot: Slot) -> None:
         """Begin to copy a tensor to the host."""
+        ...
 
     def up(self, slot: Slot) -> None:
         """Begin to copy the host's values to a tensor."""
+        ...
 
     def mark(self) -> Callable[[], object]:
         """What waits on the host for the copies begun up to now."""
+        ...
 
     def end(self) -> None:
         """Let all that the caller gives the device from now on wait for the copies begun up to now."""
+        ...
 
     def squares(self, tensors: Sequence[Any]) -> float:
         """The sum of the squares of all values of these tensors, computed where they are."""
+        ...
 
 
 def lane_of(tensor: Any) -> Lane | None:
@@ -158,7 +165,7 @@ class Tensors:
         self._waits = [lane.mark() for lane in self._lanes]
 
     def adopt(self, averages: Sequence[np.ndarray], alpha: float | None = None) -> None:
-        """Give the tensors these values, or with ``alpha`` go that share of the way; what is one of ``arrays`` stays."""
+        """Give the tensors these values, or with ``alpha`` go that share of the way; one of ``arrays`` stays."""
         arrays = self.arrays
         for lane in self._lanes:
             lane.begin()

@@ -19,7 +19,7 @@ import numpy as np
 from . import messages as wire
 from .channel import Address, ControlChannel, DataChannel
 from .convert import NewNcclSession, ShutdownWithSave, control_wire_to_msg
-from .display import count
+from .display import plural
 from .environment import Environment
 from .errors import ChannelClosed, ChannelError
 from .frames import Codec
@@ -278,7 +278,7 @@ class Worker:
 
     def __repr__(self) -> str:
         state = "running" if self.ended is None else f"ended by {self.ended!r}"
-        return f"Worker(rank {self.rank} of {self.world}, {count(self.steps, 'step')}, {state})"
+        return f"Worker(rank {self.rank} of {self.world}, {plural(self.steps, 'step')}, {state})"
 
     @property
     def params(self) -> Arrays:

@@ -60,7 +60,7 @@ class Recording:
     def _frame(self, item: Any) -> Frame:
         data = bytes(item.data)
         if item.leg.endswith("data"):
-            frame, left = ref.decode_round(self.salt, data)
+            frame, left = ref.decode_round(self.salt, data, revision=self.revision)
             tensors = [np.array(ref.floats(t), f32).reshape(t["shape"]) for t in frame["tensors"]]
             found = Frame("round", tensors, frame["kind"], frame["weight"])
         else:
