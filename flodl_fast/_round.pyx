@@ -185,7 +185,7 @@ DEF QUIET = 16384           # bytes from which on the GIL is released
 DEF BLOCK = 32768           # bytes copied before they are hashed: they are still in the cache
 DEF MOST = 1 << 62          # bytes that no frame reaches
 DEF APART = 65536           # bytes from which on a tensor is hashed, or sent, by itself
-DEF STEP = 1024             # bytes that are converted before they are hashed, while the next ones are fetched
+DEF STEP = 256              # bytes that are converted before they are hashed, while the next ones are fetched
 DEF FEW = 256               # bytes up to which a tensor is copied without a call
 DEF AHEAD = 8               # how many arrays ahead their memory is fetched
 DEF RECORD = 17             # a mux record's header up to its MAC
@@ -1127,12 +1127,12 @@ cdef int compose(FrameCodec codec, TensorLayout layout, tuple arrays, Piece* pie
             continue
         done = 0
         # The hash is a chain of instructions that wait for each other: what is fetched meanwhile costs nothing.
-        while (pieces[i].converts or scaled) and pieces[i].data is not NULL and t.nbytes - done > 8 * STEP:
+        while (pieces[i].converts or scaled) and pieces[i].data is not NULL and t.nbytes - done > 16 * STEP:
             ratio = 2 if pieces[i].converts else 1
             put(t, &pieces[i], frame + t.data + done, done, STEP, scaled, factor)
             done += STEP
-            fetch_range(pieces[i].data + ratio * (done + 2 * STEP), ratio * STEP)
-            fetch_range(frame + t.data + done + 2 * STEP, STEP)
+            fetch_range(pieces[i].data + ratio * (done + 8 * STEP), ratio * STEP)
+            fetch_range(frame + t.data + done + 8 * STEP, STEP)
             n = t.data + done & ~<Py_ssize_t>63     # whole blocks of the hash
             sign(codec, &stream, outer, frame + signed_, n - signed_)
             signed_ = n

@@ -172,7 +172,7 @@ def test_strided_and_swapped_arrays():
 
 
 @pytest.mark.parametrize("record", [ff.MuxKind.HOST_FRAME, ff.MuxKind.BROADCAST])
-@pytest.mark.parametrize("sizes", [[], [0, 3], [5, 16_384, 3], [100_001], [7] * 3000], ids=lambda sizes: str(sizes)[:24])
+@pytest.mark.parametrize("sizes", [[], [0, 3], [5, 16_384, 3], [100_001], [7] * 3000], ids=lambda s: str(s)[:24])
 def test_a_record_is_written_and_signed_with_its_frame(record, sizes):
     tensors = [noise(i, size) for i, size in enumerate(sizes)]
     layout = ff.TensorLayout.of(tensors)
@@ -189,7 +189,7 @@ def test_a_record_is_written_and_signed_with_its_frame(record, sizes):
 
 def test_a_record_that_does_not_fit_is_not_begun():
     layout, room = ff.TensorLayout.of(arrays(1)), bytearray(25 + ff.TensorLayout.of(arrays(1)).frame_size - 1)
-    with pytest.raises(ff.EncodeError, match="room|bytes"):
+    with pytest.raises(ff.EncodeError, match=r"room|bytes"):
         layout.encode_record(CODEC, arrays(1), 0, 1.0, ff.MuxKind.HOST_FRAME, room)
     small = ff.Codec(SALT, frame_ceiling=layout.frame_size - 1)
     with pytest.raises(ff.EncodeError, match=r"frame_ceiling\) in a mux record"):
