@@ -1199,6 +1199,10 @@ cdef class FrameCodec:
     cdef void mac_update(self, ff_mac_stream* stream, const uint8_t* data, Py_ssize_t n) noexcept nogil:
         ff_mac_update(stream, data, n)
 
+    cdef void mac_update_pair(self, ff_mac_stream* a, ff_mac_stream* b, const uint8_t* data,
+                              Py_ssize_t n) noexcept nogil:
+        ff_mac_update_pair(a, b, data, n)
+
     cdef void mac_update_copy(self, ff_mac_stream* stream, uint8_t* to, const uint8_t* data,
                               Py_ssize_t n) noexcept nogil:
         ff_mac_update_copy(stream, to, data, n)
