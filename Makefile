@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+FRAMEWORKS := .venv-frameworks
 
 # A build of another kind (setup.py has the switches) replaces the one in the environment, and is replaced in turn.
 KIND := plain$(if $(filter 1,$(FLODL_FAST_DEBUG)),-debug)$(if $(filter 1,$(FLODL_FAST_COVERAGE)),-coverage)$(addprefix -,$(FLODL_FAST_SANITIZE))
@@ -11,6 +12,7 @@ BIN := $(VENV)/bin
 MADE := $(VENV)/.made-$(subst /,-,$(PYTHON))
 BUILT := $(VENV)/.built-$(KIND)
 SOURCES := setup.py pyproject.toml $(wildcard flodl_fast/*.pyx flodl_fast/*.pxd flodl_fast/_native/*)
+DEBUG_PYTHON ?= python3-dbg
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?=
 FUZZ_FRAMES ?= 200000
@@ -22,8 +24,9 @@ ARM_RUN := qemu-aarch64
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help \
-    demo demo-flodl build test test-kernels test-pythons test-arm test-sanitize test-valgrind test-faults \
-    soak fuzz fuzz-crate coverage bench bench-gate lint dist clean
+    demo demo-flodl build test test-kernels test-frameworks test-pythons test-arm test-sanitize test-valgrind \
+    test-leaks test-faults test-wireshark dissector soak fuzz fuzz-crate coverage bench bench-gate \
+    lint docs dist check-dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1: /p' $(MAKEFILE_LIST)
@@ -47,6 +50,13 @@ test-kernels: $(VENV)/.with-test ## the suite with the portable kernels
 test-pythons: $(VENV)/.with-dev ## one wheel for each CPython 3.10 to 3.13 found here, tried with NumPy 1.26 and the newest
 	$(BIN)/python scripts/test_pythons.py
 
+test-frameworks: export VENV_FLAGS = --system-site-packages
+test-frameworks: ## the suites and examples with PyTorch and JAX; takes the PyTorch of the system where PYTHON has it
+	$(MAKE) --no-print-directory VENV=$(FRAMEWORKS) $(FRAMEWORKS)/.with-frameworks
+	@$(FRAMEWORKS)/bin/python -W error -c 'import torch; torch.ones(1).numpy()' 2>/dev/null || \
+	    $(FRAMEWORKS)/bin/python -m pip install --quiet 'flodl_fast[frameworks]' 'numpy<2' # what that PyTorch is built for
+	$(FRAMEWORKS)/bin/python -m pytest $(addprefix tests/test_,torch.py jax.py cupy.py model.py examples.py docs.py)
+
 test-arm: ## the checks of the C kernels on an emulated 64-bit Arm
 	@command -v $(ARM_CC) >/dev/null && command -v $(ARM_RUN) >/dev/null || \
 	    { echo 'Needs $(ARM_CC) and $(ARM_RUN). Debian, Ubuntu: apt-get install' \
@@ -69,6 +79,16 @@ test-valgrind: ## the checks of the C kernels that valgrind can run, under its m
 	    tests/native/check_kernels.c $(wildcard flodl_fast/_native/*.c)
 	valgrind --quiet --error-exitcode=1 --leak-check=full --show-leak-kinds=all build/check_kernels.valgrind
 
+test-leaks: $(VENV)/.with-test ## failing calls, 200,000 of them, leave nothing; also in a debug build of CPython where one is found
+	$(BIN)/python tests/leaks.py
+ifneq ($(PYTHON),$(DEBUG_PYTHON))
+	@if command -v $(DEBUG_PYTHON) >/dev/null; then \
+	    $(MAKE) test-leaks PYTHON=$(DEBUG_PYTHON) VENV=$(VENV)-debug FLODL_FAST_DEBUG=1; \
+	else \
+	    echo 'References are not counted: no $(DEBUG_PYTHON) here. Debian, Ubuntu: apt-get install python3-dbg'; \
+	fi
+endif
+
 fuzz: export FLODL_FAST_SANITIZE = address,fuzzer-no-link
 fuzz: export CC = clang
 fuzz: ## coverage-guided fuzzing of every target, FUZZ_SECONDS each; FUZZ_TARGETS="control mux" picks some
@@ -80,11 +100,22 @@ fuzz: ## coverage-guided fuzzing of every target, FUZZ_SECONDS each; FUZZ_TARGET
 
 fuzz-crate: $(VENV)/.with-test ## mutated frames, FUZZ_FRAMES in all, to the published crates and to us: the same outcomes; needs cargo
 	FLODL_FAST_MUTATIONS=$(FUZZ_FRAMES) $(BIN)/python -m pytest tests/interop/test_mutations.py
+
 test-faults: $(VENV)/.with-test ## train over networks that fail, TRIALS=300 times; against the crate where cargo is installed
 	$(BIN)/python tests/faults.py --trials $(TRIALS)
 
 soak: $(VENV)/.with-test ## train for SOAK_MINUTES=30, kill ranks, watch memory, descriptors and threads
 	$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES)
+
+test-wireshark: $(VENV)/.with-test ## the dissector in tshark; root with apt-get gets tshark installed
+	@command -v tshark >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq tshark >&2; } || \
+	    { echo 'Needs tshark. Debian, Ubuntu: apt-get install tshark; Fedora: dnf install wireshark-cli;' \
+	           'macOS: brew install wireshark' >&2; exit 1; }
+	$(BIN)/python -m pytest tests/test_dissector.py
+
+dissector: $(BUILT) ## write the tables of tools/flodl.lua anew from the messages
+	$(BIN)/python scripts/make_dissector.py
 
 coverage: export FLODL_FAST_COVERAGE = 1
 coverage: ## line coverage of the Python and Cython sources
@@ -104,11 +135,18 @@ lint: $(VENV)/.with-dev ## ruff, mypy, pyright, and the stubs against the compil
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/python -m mypy.stubtest flodl_fast._codec flodl_fast._round
 
-dist: $(VENV)/.with-dev ## an sdist, and a wheel built from it, in dist/
+docs: $(VENV)/.with-docs ## the documentation site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+dist: $(VENV)/.with-dist ## an sdist, and a wheel built from it, in dist/
+	rm -rf dist
 	$(BIN)/python -m build
 
+check-dist: dist ## what is in them, the wheel's tags and size, and the wheel at work where there is no compiler
+	$(BIN)/python scripts/check_dist.py
+
 clean: ## remove all that the other targets make
-	rm -rf build dist *.egg-info $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage htmlcov
+	rm -rf build dist *.egg-info $(VENV) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage htmlcov
 	rm -f flodl_fast/*.so flodl_fast/*.c
 
 $(MADE):

@@ -1,6 +1,8 @@
 """flodl's wire for Python: messages, frames and averaged parameters, byte-exact with the published crate."""
 
-from importlib.metadata import version as _version
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 try:
     from . import _codec, _round  # noqa: F401
@@ -10,7 +12,6 @@ except ModuleNotFoundError as error:
         "which needs a C compiler and Python's headers"
     ) from error
 
-from . import aio
 from . import errors as _errors
 from . import messages as _messages
 from .channel import ControlChannel, DataChannel
@@ -29,6 +30,7 @@ from .local import LocalCluster
 from .messages import *  # noqa: F403
 from .protocol import MsgKind, MuxKind, Revision, RoundKind
 from .rounds import (
+    Elided,
     RoundFold,
     RoundFrame,
     TensorLayout,
@@ -43,12 +45,16 @@ from .signature import model_sig
 from .stream import FrameReader, FrameWriter
 from .worker import Plan, Worker
 
-__version__ = _version("flodl_fast")
+if _TYPE_CHECKING:
+    from . import aio
+
+    __version__: str
 
 __all__ = [
     "Codec",
     "ControlChannel",
     "DataChannel",
+    "Elided",
     "Environment",
     "FrameReader",
     "FrameWriter",
@@ -81,3 +87,16 @@ __all__ = [
 ]
 __all__ += _errors.__all__
 __all__ += _messages.__all__
+
+
+def __getattr__(name: str) -> _Any:
+    # What few need and takes as long to import as all the rest: asyncio, and the reading of the package's metadata.
+    if name == "aio":
+        return _importlib.import_module(".aio", __name__)
+    if name == "__version__":
+        return _importlib.import_module("importlib.metadata").version("flodl_fast")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -51,6 +51,7 @@ from flodl_fast.protocol import (
     lookalike,
     parse_salt,
     supported_revision,
+    wrong_magic,
 )
 
 cdef extern from *:
@@ -1316,7 +1317,7 @@ cdef class FrameCodec:
         if n < HEADER:
             return 0
         if ff_load32(p) != CONTROL_MAGIC:
-            raise BadMagicError(f"expected a control frame's magic {CONTROL_MAGIC:#x}, got {ff_load32(p):#x}")
+            raise BadMagicError(wrong_magic(CONTROL_MAGIC, ff_load32(p)))
         if ff_load32(p + 4) != self.control_version:
             raise VersionMismatchError(f"control frame version {ff_load32(p + 4)}, revision {self.revision.value} "
                                        f"has {self.control_version}")
@@ -1418,6 +1419,8 @@ cdef class FrameCodec:
         """The (message, size) of the control frame that starts at the offset, None where it is not all there.
 
         Args:
+            buffer: any contiguous buffer.
+            offset: where the frame, or its prefix, starts in it.
             prefixed: the frame has its u32 length before it, which the size then includes.
             strict: refuse bytes left after the value, or after the frame inside its prefix.
 
@@ -1591,7 +1594,7 @@ cdef class FrameCodec:
         if n < MUX_HEADER:
             return 0
         if ff_load32(p) != MUX_MAGIC:
-            raise BadMagicError(f"expected a mux record's magic {MUX_MAGIC:#x}, got {ff_load32(p):#x}")
+            raise BadMagicError(wrong_magic(MUX_MAGIC, ff_load32(p)))
         if ff_load32(p + 4) != self.mux_version:
             raise VersionMismatchError(f"mux record version {ff_load32(p + 4)}, revision {self.revision.value} has "
                                        f"{self.mux_version}")

@@ -23,6 +23,7 @@ __all__ = [
     "sum_tensors",
 ]
 
+cimport cython
 cimport numpy as cnp
 from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
@@ -40,6 +41,7 @@ from flodl_fast._codec cimport FrameCodec, Input, Output, is_strict
 from flodl_fast._wire cimport *
 
 from flodl_fast._codec import plain_number
+from flodl_fast.display import layout_table
 from flodl_fast.errors import (
     AuthenticationError,
     BadMagicError,
@@ -50,7 +52,16 @@ from flodl_fast.errors import (
     TruncatedError,
     UnknownKindError,
 )
-from flodl_fast.protocol import BF16_SINCE, DTYPE_BF16, DTYPE_F32, ELISION_SINCE, MAGIC_ROUND, Revision, RoundKind
+from flodl_fast.protocol import (
+    BF16_SINCE,
+    DTYPE_BF16,
+    DTYPE_F32,
+    ELISION_SINCE,
+    MAGIC_ROUND,
+    Revision,
+    RoundKind,
+    wrong_magic,
+)
 
 cdef extern from "_native/fold.h" nogil:
     void ff_fold_f32(float* out, const uint8_t** inputs, size_t frames, size_t n, int scaled, float scale)
@@ -208,7 +219,7 @@ cdef int walk(FrameCodec codec, const uint8_t* p, Py_ssize_t n, Walk* w, TensorL
         if n < 8:
             return 0
         if ff_load32(p) != ROUND_MAGIC:
-            raise BadMagicError(f"expected a round frame's magic {ROUND_MAGIC:#x}, got {ff_load32(p):#x}")
+            raise BadMagicError(wrong_magic(ROUND_MAGIC, ff_load32(p)))
         w.tensors = ff_load32(p + 4)
         if w.tensors > <uint64_t>codec.max_tensors:
             raise LimitError(f"a round frame of {w.tensors} tensors is above the limit of {codec.max_tensors} "
@@ -321,7 +332,7 @@ cdef class TensorLayout:
         Args:
             arrays: float32 or bfloat16 arrays by buffer protocol or DLPack, or Elided.
             wire: "bf16" for a frame of bfloat16 whatever the arrays are: float32 values are rounded to nearest, ties to
-                even, as they are encoded (docs/wire.md §6). By default each tensor travels in the array's dtype.
+                even, as they are encoded (docs/wire.md §9). By default each tensor travels in the array's dtype.
 
         Raises:
             TypeError: an array of another dtype.
@@ -373,6 +384,9 @@ cdef class TensorLayout:
 
     def __repr__(self):
         return f"TensorLayout({self.count} tensors, a frame of {self.size} bytes)"
+
+    def _repr_html_(self):
+        return layout_table(self)
 
     @property
     def frame_size(self):
@@ -560,7 +574,7 @@ cdef class TensorLayout:
 
 
 cdef class Elided:
-    """A tensor of zeros that travels as its shape alone, without data (docs/wire.md §6; flodl 0.8).
+    """A tensor of zeros that travels as its shape alone, without data (docs/wire.md §9; from 0.8 on).
 
     Attributes:
         shape: a tuple of at most 255 dimensions below 2**32.
@@ -641,6 +655,9 @@ cdef object array_of(tensor, str where):
     try:
         if isinstance(tensor, np.ndarray):
             array = np.asarray(tensor)      # a subclass has ways of its own
+        elif isinstance(tensor, np.generic):
+            array = np.asarray(tensor)
+            array.flags.writeable = False   # for it is a copy
         elif hasattr(tensor, "__dlpack__"):
             lender = Lender(tensor)
             array = lender.array()
@@ -1309,6 +1326,7 @@ cdef inline bint same_shape(ours, theirs) except -1:
     return cnp.PyArray_SAMESHAPE(<cnp.ndarray>ours, <cnp.ndarray>theirs)
 
 
+@cython.auto_pickle(False)
 cdef class TensorSums:
     """The sums of frames' tensors that come one frame after the other; the same bits as ``sum_tensors`` gives.
 
@@ -1342,8 +1360,8 @@ cdef class TensorSums:
         cdef size_t n
         cdef bint half, first
         cdef list totals = [
-            empty_like(array, cnp.NPY_FLOAT) if total is None and type(array) is not Elided else total
-            for array, total in zip(arrays, self.totals)
+            empty_like(tensor, cnp.NPY_FLOAT) if sums is None and type(tensor) is not Elided else sums
+            for tensor, sums in zip(arrays, self.totals)
         ]
         for i in range(len(arrays)):
             if type(arrays[i]) is Elided:

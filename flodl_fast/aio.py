@@ -24,6 +24,7 @@ from .messages import Message, RelayDeclareDead, RelayMsg
 from .net import Deadlines, Line, Messages, Rounds, Send, Steps
 from .protocol import MAGIC_CHANNEL_CONTROL, RoundKind
 from .rounds import RoundFrame
+from .signature import told_signatures
 
 __all__ = ["ControlChannel", "DataChannel", "JoinChannel", "accept"]
 
@@ -212,6 +213,10 @@ class _Channel(net.Channel):
     async def close(self) -> None:
         """Close at once; calls that wait in other tasks raise ChannelClosed. Closing again does nothing."""
         await self._link.close()
+        self._free()
+
+    def _free(self) -> None:
+        """Let go of the memory that frames were kept in."""
 
     async def __aenter__(self: Self) -> Self:
         return self
@@ -229,6 +234,9 @@ class _MessageChannel(_Channel):
         super().__init__(link, codec, line)
         self._messages = Messages(codec, line)
         self._buffer = memoryview(bytearray(net.READ_SIZE))
+
+    def _free(self) -> None:
+        self._buffer = memoryview(b"")
 
     async def send(self, message: Message, rank: int | None = None) -> None:
         """As ``channel.ControlChannel.send``; cancelled, the message goes out whole or not at all."""
@@ -265,10 +273,11 @@ class ControlChannel(_MessageChannel):
         world: int,
         *,
         host: str | None = None,
+        model_sig: bytes | None = None,
         deadlines: Deadlines | None = None,
     ) -> ControlChannel:
         """As ``channel.ControlChannel.connect``."""
-        line = Line.of_rank(rank, world, host)
+        line = Line.of_rank(rank, world, host, told_signatures(codec.revision, model_sig))
         link = await _Link.dial(address, deadlines or Deadlines())
         await _shake_hands(link, net.dial_control(codec, line, link.deadlines.handshake))
         return cls(link, codec, line)
@@ -302,6 +311,9 @@ class DataChannel(_Channel):
         self._sending: asyncio.Task[None] | None = None
         self._coming: asyncio.Task[RelayMsg | None] | None = None
 
+    def _free(self) -> None:
+        self._rounds.free()
+
     @classmethod
     async def connect(
         cls,
@@ -328,6 +340,7 @@ class DataChannel(_Channel):
         *,
         scale: float | None = None,
         view: bool = False,
+        wire: str | None = None,
     ) -> RoundFrame:
         """As ``channel.DataChannel.all_reduce``; cancelled, ``out`` stays as it was, though the frame may count."""
         if view and out is not None:
@@ -335,7 +348,7 @@ class DataChannel(_Channel):
         out = None if out is None else list(out)
         async with self._link.writing, self._link.reading:
             await self._sent()
-            request = self._rounds.ask(arrays, kind, weight, out, scale)
+            request = self._rounds.ask(arrays, kind, weight, out, scale, wire)
             with self._link.guard(asyncio.CancelledError):
                 self._sending = self._link.begin(self._rounds.exchange(request, self.deadlines.reply))
                 await asyncio.shield(self._sending)
@@ -349,7 +362,9 @@ class DataChannel(_Channel):
 
     async def gather(self, value: float) -> np.ndarray:
         """As ``channel.DataChannel.gather``."""
-        return (await self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0)).tensors[0]
+        reply = await self.all_reduce([self._rounds.gather(value)], RoundKind.CONTROL, 0.0)
+        slots: np.ndarray = reply.tensors[0]
+        return slots
 
     # -- the serving side
 

@@ -51,6 +51,10 @@ class Record(NamedTuple):
     leg: str
     data: bytearray
 
+    def __repr__(self) -> str:
+        way, seconds = self.direction.name.lower(), self.time_ns / 1e9
+        return f"Record({len(self.data)} bytes {way} on {self.leg!r} at {seconds:.6f} s, offset {self.offset})"
+
 
 class CaptureWriter:
     """Writes frames to a capture; belongs to one thread.

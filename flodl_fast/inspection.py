@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from . import capture, packets
 from ._codec import family_name
-from ._round import RoundMeter
+from ._round import Elided, RoundMeter
 from .capture import Direction, Source
 from .errors import BadMagicError, DecodeError, LimitError, TrailingDataError, TruncatedError, VersionMismatchError
 from .frames import Codec
@@ -45,6 +45,7 @@ from .protocol import (
     Revision,
     supported_revision,
 )
+from .rounds import RoundFrame
 
 __all__ = ["FRAMINGS", "Entry", "Inspection", "Tensor", "inspect_frames"]
 
@@ -61,6 +62,8 @@ _CHANNELS = {
 
 _COMMON = MAGIC_CONTROL_FRAME.to_bytes(4, "little")[1:]  # the last three bytes of every magic
 _HELLOS = ("control hello", "data hello")
+_ELIDED = {"f32": "float32", "bf16": "bfloat16"}  # what NumPy calls the dtypes of tensors without data
+_PREFIXED = ("control", "round")  # what a length prefix may stand before
 _WAYS = {  # which way a frame of this kind always goes
     "Timing": Direction.UP,
     "Metrics": Direction.UP,
@@ -127,6 +130,11 @@ class Entry:
     direction: Direction | None = None
     leg: str | None = None
     leg_rank: int | None = None
+
+    def __repr__(self) -> str:
+        words = " ".join(filter(None, (self.frame, self.kind, self.name)))
+        fault = "" if self.fault is None else f", {self.fault}"
+        return f"Entry({words}, {self.size} bytes at {self.offset}, MAC {self.mac}{fault})"
 
     @property
     def good(self) -> bool:
@@ -480,11 +488,11 @@ class _Inspector:
 
     def _round(self, entry: Entry, data: memoryview) -> None:
         frame = self._decode(
-            entry, lambda codec, trailing: codec.decode_round(data, copy=False, trailing=trailing), compare=False
+            entry, lambda codec, trailing: _read_round(codec, data, trailing), compare=False
         )
         entry.kind = frame.kind.name.title()
         entry.fields["weight"] = frame.weight
-        entry.tensors = [Tensor(t.dtype.name, t.shape, t.nbytes) for t in frame.tensors]
+        entry.tensors = [_tensor(tensor) for tensor in frame.tensors]
         entry.payload = sum(tensor.nbytes for tensor in entry.tensors)
 
     def _control_hello(self, entry: Entry, data: memoryview) -> None:
@@ -554,11 +562,12 @@ class Finder:
         """The form of a frame by its magic, and whether it has a length prefix."""
         # No length is a magic: that would be a frame of 4 GB.
         for prefixed in (False, True):
-            head = data[LENGTH_PREFIX * prefixed :][:_MAGIC]
+            start = LENGTH_PREFIX * prefixed
+            head = data[start : start + _MAGIC]
             if len(head) < _MAGIC:
                 return None
             form = self._inspector.forms.get(_u32(head))
-            if form is not None:
+            if form is not None and (not prefixed or form.name in _PREFIXED):
                 return form, prefixed
         raise BadMagicError(
             f"no frame starts with the bytes {data[: LENGTH_PREFIX + _MAGIC].hex()}, with or without a length prefix"
@@ -646,10 +655,10 @@ class _Flow:
         """Drop what comes before the next bytes that look like a frame's start."""
         at = -1
         while (at := self._data.find(_COMMON, at + 1)) >= 0:
-            if at == 0 or _u32(self._data[at - 1 :]) not in self._inspector.forms:
+            if at == 0 or _u32(self._data[at - 1 : at + 3]) not in self._inspector.forms:
                 continue
             start = at - 1
-            form = self._inspector.forms[_u32(self._data[start:])]
+            form = self._inspector.forms[_u32(self._data[start : start + _MAGIC])]
             if self._connection.framing == "mux" and form.name != "mux":
                 continue  # the frame inside a record
             for prefix in (LENGTH_PREFIX, 0):
@@ -657,7 +666,7 @@ class _Flow:
                 if start < prefix or (prefix == 0 and self._connection.framing == "prefixed"):
                     continue
                 try:
-                    place = finder.find(self._data[start - prefix : start + CONTROL_HEADER])
+                    place = finder.find(self._data[start - prefix : start + MUX_HEADER])
                 except DecodeError:
                     continue
                 if place is not None and (prefix == 0 or self._fits(place, start)):
@@ -721,6 +730,16 @@ def _first(fields: dict[str, Any], *names: str) -> Any:
         if name in fields:
             return fields.pop(name)
     return None
+
+
+def _read_round(codec: Codec, data: memoryview, trailing: str) -> RoundFrame:
+    return codec.decode_round(data, copy=False, elided="keep", trailing=trailing)
+
+
+def _tensor(tensor: Any) -> Tensor:
+    if isinstance(tensor, Elided):
+        return Tensor(_ELIDED[tensor.dtype], tensor.shape, 0)
+    return Tensor(tensor.dtype.name, tensor.shape, tensor.nbytes)
 
 
 def _fixed(size: int) -> Callable[[], Callable[[bytearray | memoryview], int | None]]:

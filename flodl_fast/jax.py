@@ -1,10 +1,11 @@
 """JAX pytrees as models of a worker (docs/frameworks.md)."""
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false  # without JAX it takes this file for it
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -34,29 +35,26 @@ class Model(model.Model):
     Args:
         tree: any pytree whose leaves are float32 JAX arrays.
         state: any pytree; its float32 leaves are averaged as buffers, all others stay local.
-        wire: how parameters of half precision travel; "float32" widens float16 and bfloat16 on the way out and rounds
-            on the way back. None refuses them.
+        widen: take parameters of half precision, too: float16 and bfloat16 are widened to float32 on the way out, which
+            is exact, and averages rounded on the way back.
 
     Attributes:
         tree, state: the pytrees as they are now; yours to replace by others of the same structure, shapes and dtypes.
 
     Raises:
         TypeError: a leaf of ``tree`` that is no JAX array, not float32, nor of half precision under
-            ``wire="float32"``.
-        ValueError: another ``wire``.
+            ``widen``.
     """
 
-    def __init__(self, tree: Any, state: Any = None, *, wire: Literal["float32"] | None = None) -> None:
-        if wire not in (None, "float32"):
-            raise ValueError(f'wire must be "float32" or None, got {wire!r}')
+    def __init__(self, tree: Any, state: Any = None, *, widen: bool = False) -> None:
         params, buffers = _named(tree), [(name, leaf) for name, leaf in _named(state) if isinstance(leaf, jax.Array)]
         for name, leaf in params:
             if not isinstance(leaf, jax.Array):
                 raise TypeError(f"parameter {name}: expected a JAX array, got {type(leaf).__name__}")
-            if leaf.dtype != jnp.float32 and not (wire and leaf.dtype in _HALF):
-                hint = '; wire="float32" widens it' if leaf.dtype in _HALF else ""
+            if leaf.dtype != jnp.float32 and not (widen and leaf.dtype in _HALF):
+                hint = "; widen=True takes it" if leaf.dtype in _HALF else ""
                 raise TypeError(f"parameter {name}: expected float32, got {leaf.dtype}{hint}")
-        self._tree = _Leaves("tree", tree, (jnp.float32, *(_HALF if wire else ())))
+        self._tree = _Leaves("tree", tree, (jnp.float32, *(_HALF if widen else ())))
         self._state = _Leaves("state", state, (jnp.float32,))
         super().__init__(self._tree, self._state, model_sig(params, buffers))
 
@@ -133,7 +131,7 @@ class _Leaves(Tensors):
 
     @property
     def nbytes(self) -> int:
-        return 4 * sum(leaf.size for leaf in self._leaves())
+        return int(4 * sum(leaf.size for leaf in self._leaves()))
 
     def pull(self) -> None:
         for leaf in self._leaves():

@@ -11,11 +11,12 @@ the field.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from enum import IntEnum
 from typing import Annotated, Any, Union
 from typing import Optional as Opt
 
+from .display import one_line
 from .layout import Bytes32, Since, f32, f64, i32, u8, u16, u32, u64
 from .protocol import MsgKind
 
@@ -664,3 +665,6 @@ PAYLOADS: dict[str, tuple[MsgKind | None, Any]] = {
 }
 
 Message = Union[ControlMsg, TimingMsg, MetricsMsg, RendezvousMsg, JoinMsg, Reserved]
+
+for _class in [value for value in globals().values() if isinstance(value, type) and is_dataclass(value)]:
+    _class.__repr__ = one_line  # type: ignore[method-assign]

@@ -39,7 +39,7 @@ def plot_run(summary: Summary, path: str | Path) -> bool:
         name = f"rank {rank}" if few else None
         loss.plot(x, losses, ".", markersize=3, alpha=0.35, color=f"C{rank % 10}")
         loss.plot(x, _smooth(losses), "-", linewidth=1.5, color=f"C{rank % 10}", label=name)
-        step.plot(x, times, ".", markersize=3.5, alpha=0.6, color=f"C{rank % 10}", label=name)
+        step.plot(x, times, ".", markersize=3.5, alpha=0.6, color=f"C{rank % 10}")
     marks = {"ranks": "o", "hosts": "s"}
     for i, (tier, kind) in enumerate(sorted({(tier, kind) for tier, kind, *_ in rounds})):
         points_ = [(x, y) for t, k, x, y in rounds if (t, k) == (tier, kind)]
@@ -48,11 +48,16 @@ def plot_run(summary: Summary, path: str | Path) -> bool:
     for axes, title, unit in (
         (loss, "Loss of each batch, and its running mean", "loss"),
         (step, "Time of each batch", "ms"),
-        (round_, "Time of each averaging round, from the first frame to the last reply", "ms"),
+        (round_, "Time of each round, first frame to last reply", "ms"),
     ):
         _dress(axes, title, unit)
     for axes in (step, round_):
-        axes.set_ylim(bottom=0)
+        axes.set_yscale("log")  # a hiccup is a hundred times a usual step
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if few and series:
+        loss.legend(frameon=False, fontsize=9, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
+    if rounds:
+        round_.legend(frameon=False, fontsize=9, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
     round_.set_xlabel("seconds since the first frame" if timed else "batches")
     figure.savefig(path, dpi=150)
     return True
@@ -73,6 +78,7 @@ def plot_rates(sizes: Sequence[int], rates: Mapping[str, Sequence[float]], path:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:g}"))
     _dress(axes, "Rate over the size of a round frame's tensors", "GB/s")
     axes.set_xlabel("bytes of tensors in a frame")
+    figure.legend(frameon=False, fontsize=9, ncols=3, loc="outside lower center")
     figure.savefig(path, dpi=150)
 
 
@@ -99,5 +105,3 @@ def _dress(axes: Any, title: str, unit: str) -> None:
     axes.set_ylabel(unit, color=_INK)
     axes.grid(alpha=0.25, which="major")
     axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, fontsize=9, ncols=4, loc="best")

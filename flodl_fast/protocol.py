@@ -51,8 +51,8 @@ class Revision(Enum):
         return members.index(self) < members.index(other)
 
 
-BF16_SINCE = Revision.V0_7  # tensors of bfloat16 (§6)
-ELISION_SINCE = Revision.V0_8  # tensors of zeros without data (§6)
+BF16_SINCE = Revision.V0_7  # tensors of bfloat16 (§9)
+ELISION_SINCE = Revision.V0_8  # tensors of zeros without data (§9)
 
 
 class Versions(NamedTuple):
@@ -149,6 +149,26 @@ MAGIC_CHANNEL_RENDEZVOUS = 0xF10D17E0
 MAGIC_CHANNEL_DATA = 0xF10D17E1
 MAGIC_CHANNEL_CONTROL = 0xF10D17E2
 MAGIC_CHANNEL_JOIN = 0xF10D17E3
+
+_MAGICS = {
+    MAGIC_DATA_HELLO: "a data hello",
+    MAGIC_DATA_ACK: "a data ack",
+    MAGIC_CONTROL_HELLO: "a control hello",
+    MAGIC_CONTROL_ACK: "a control ack",
+    MAGIC_CONTROL_FRAME: "a control frame",
+    MAGIC_MUX: "a mux record",
+    MAGIC_ROUND: "a round frame",
+    MAGIC_CHANNEL_RENDEZVOUS: "a rendezvous channel",
+    MAGIC_CHANNEL_DATA: "a data channel",
+    MAGIC_CHANNEL_CONTROL: "a control channel",
+    MAGIC_CHANNEL_JOIN: "a join channel",
+}
+
+
+def wrong_magic(expected: int, found: int) -> str:
+    """What is wrong with these first four bytes, in words: another kind of frame is named."""
+    known = f"{_MAGICS[found]}'s" if found in _MAGICS else "which is none of flodl's"
+    return f"expected {_MAGICS[expected]}'s magic {expected:#x}, got {found:#x}, {known}"
 
 CONNECT_ATTEMPTS = 60  # *
 CONNECT_PAUSE = 0.5

@@ -1,11 +1,12 @@
 """PyTorch modules as models of a worker (docs/frameworks.md)."""
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false  # without PyTorch it takes this file for it
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 try:
     import torch
@@ -31,19 +32,16 @@ class Model(model.Model):
 
     Args:
         module: the module, on its device already.
-        wire: how parameters of half precision travel; "float32" widens float16 and bfloat16 on the way out and rounds
-            on the way back. None refuses them.
+        widen: take parameters of half precision, too: float16 and bfloat16 are widened to float32 on the way out, which
+            is exact, and averages rounded on the way back.
 
     Raises:
-        TypeError: a parameter that is not float32, nor of half precision under ``wire="float32"``.
-        ValueError: another ``wire``.
+        TypeError: a parameter that is not float32, nor of half precision under ``widen``.
     """
 
-    def __init__(self, module: torch.nn.Module, *, wire: Literal["float32"] | None = None) -> None:
-        if wire not in (None, "float32"):
-            raise ValueError(f'wire must be "float32" or None, got {wire!r}')
+    def __init__(self, module: torch.nn.Module, *, widen: bool = False) -> None:
         params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        lane = partial(lane_of, widen=wire is not None)
+        lane = partial(lane_of, widen=widen)
         for name, tensor in params.items():
             try:
                 lane(tensor)
@@ -64,7 +62,7 @@ def lane_of(tensor: torch.Tensor, *, widen: bool = False) -> Lane | None:
     """
     if tensor.dtype != torch.float32 and not (widen and tensor.dtype in _HALF):
         name = str(tensor.dtype).rpartition(".")[2]
-        hint = '; flodl_fast.torch.Model(module, wire="float32") widens it' if tensor.dtype in _HALF else ""
+        hint = "; flodl_fast.torch.Model(module, widen=True) takes it" if tensor.dtype in _HALF else ""
         raise TypeError(f"expected float32, got {name}{hint}")
     if tensor.is_cuda:
         return _cuda(tensor.device)
@@ -130,7 +128,8 @@ class _Cuda(_Blocking):
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _running(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream)
+        stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return stream
 
 
 _BLOCKING = _Blocking()

@@ -79,7 +79,7 @@ def made() -> str:
     for family, (kind, union) in PAYLOADS.items():
         number = "nil" if kind is None else str(int(kind))
         prefix = family.lower()
-        if not _by_name(family, max(protocol.Revision)).get(None) is None:
+        if None in _by_name(family, max(protocol.Revision)):
             body = f'fields = {{{tables.body(struct_of(union), prefix)}}}'
         else:
             variants = _by_name(family, max(protocol.Revision))
@@ -93,7 +93,7 @@ def made() -> str:
     for name, value in vars(protocol).items():
         if name.startswith("MAGIC_"):
             text.append(f"  {name} = 0x{value:08X},\n")
-    for name in ("CONTROL_HEADER", "MUX_HEADER", "ROUND_HEADER", "MAC_SIZE", "MAX_PAYLOAD", "MAX_TENSORS", "FRAME_CEILING"):
+    for name in ("CONTROL_HEADER", "MUX_HEADER", "ROUND_HEADER", "MAC_SIZE", "MAX_PAYLOAD", "FRAME_CEILING"):
         text.append(f"  {name} = {getattr(protocol, name)},\n")
     text.append("}\n")
     text.append("local REVISIONS = {\n")

@@ -5,6 +5,8 @@ What holds of every trial:
 - Each rank ends before the last of its deadlines could have passed: by the coordinator's Shutdown, or by a FlodlError.
 - All ranks that end by a Shutdown have the same parameters, bit for bit.
 - Where nothing worse happened than delays, pauses and pieces, all of them do, with the parameters of a clean run.
+- A join agent whose way to the crate's controller fails ends in time with one of its exit codes, and so do the others;
+  ranks that train to the end have the same parameters.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import argparse
 import os
 import queue
 import random
+import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +26,12 @@ from typing import Any
 
 import numpy as np
 from fault_proxy import LETHAL, Fault, Network
-from local_support import LocalStack, Trained, start
+from local_support import AGENT, LocalStack, Trained, start
 from peer import build, find_cargo
 from worker_support import Stack
 
 import flodl_fast as ff
+from flodl_fast.join import Exit
 from flodl_fast.net import Deadlines
 
 WORLD, BATCH, EPOCHS = 3, 4, 2
@@ -37,6 +40,7 @@ HEARTBEAT_TIMEOUT = 5  # seconds
 DIAL_IN = 15  # seconds, as the crate has them by the scale below
 DEADLINES = Deadlines(attempts=3, pause=0.1, handshake=4, write_stall=4, reply=6, starvation=5, liveness=5)
 BOUND = 60.0  # seconds for a rank: its deadlines one after the other, and the training itself
+JOIN_BOUND = 90.0  # seconds for an agent
 KINDS = (None, "pause", *LETHAL)
 
 
@@ -141,6 +145,70 @@ class Trial:
         return Counter("ended" if outcome in good else type(outcome).__name__ for outcome in outcomes)
 
 
+class JoinTrial:
+    """Two join agents at the crate's join window, one of them through a faulty network.
+
+    Args:
+        seed: all else follows from it.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.fault = Fault.drawn(random.Random(seed), KINDS[seed % len(KINDS)], 1500)
+        self._text = f"join, seed {seed}: {self.fault}"
+
+    def __str__(self) -> str:
+        return self._text
+
+    def run(self, network: Network, binary: Path) -> Counter[str]:
+        """Join and train; how many agents ended in which way.
+
+        Raises:
+            AssertionError: something that must hold does not.
+        """
+        env = {**os.environ, "FLODL_NET_TIMEOUT_SCALE": "0.2"}
+        options = ("--join", "--ranks", 2, "--epochs", EPOCHS)
+        with Stack(binary, *options, env=env, max_secs=int(2 * JOIN_BOUND)) as controller:
+            addresses = network.proxy(controller.controller, self.fault), controller.controller
+            agents = [
+                subprocess.Popen(
+                    [*AGENT, "{}:{}".format(*address), "--host", f"host{i}", "--", sys.executable, "-c", RANK],
+                    env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                )
+                for i, address in enumerate(addresses)
+            ]  # fmt: skip
+            until = time.monotonic() + JOIN_BOUND
+            try:
+                shown = [agent.communicate(timeout=max(0.0, until - time.monotonic())) for agent in agents]
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"{self}: an agent has not ended in {JOIN_BOUND} s") from None
+            finally:
+                for agent in agents:
+                    agent.kill()
+                    agent.communicate()
+        codes = [Exit(agent.returncode) for agent in agents]
+        trained = {out for (out, _), code in zip(shown, codes, strict=True) if code == Exit.OK}
+        ends = {text.partition("]")[2] for text in trained}
+        assert len(ends) <= 1, f"{self}: ranks that all report success have different parameters: {shown}"
+        assert self.fault.lethal or codes == [Exit.OK] * 2, f"{self}: {codes}, {shown}"
+        return Counter(code.name for code in codes)
+
+
+RANK = """
+import time
+import numpy as np
+import flodl_fast as ff
+
+params = np.zeros(6, np.float32)
+with ff.Worker.from_env([params]) as worker:
+    for plan in worker.plans():
+        for _ in plan.batches(32):
+            params += 0.5
+            time.sleep(0.002)
+            worker.step(1.0)
+print(params.tobytes().hex())
+"""
+
+
 def clean(ranks: np.ndarray, averages: int) -> list[float]:
     """What the ranks' values, a row each, come to where each gains 0.5 before each average: the crate's arithmetic."""
     ranks = ranks.copy()
@@ -158,6 +226,7 @@ def _values(ranks: list[Any]) -> list[list[float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train over networks that fail, again and again.")
     parser.add_argument("--trials", type=int, default=300)
+    parser.add_argument("--joins", type=int, default=None, help="trials of join agents (default: a tenth as many)")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--at-once", type=int, default=6, help="trials at a time")
     args = parser.parse_args()
@@ -165,31 +234,26 @@ def main() -> int:
     binary = build(cargo) if cargo else None
     controllers = ("crate", "local") if binary else ("local",)
     print(f"controllers: {', '.join(controllers)}")
+    joins = args.trials // 10 if args.joins is None else args.joins
+    trials: list[Trial | JoinTrial] = [Trial.of(args.first + i, controllers) for i in range(args.trials)]
+    if binary:
+        trials += [JoinTrial(args.first + i) for i in range(joins)]
     ends: Counter[str] = Counter()
     failed = 0
     began = time.monotonic()
-    lock = threading.Lock()
     with Network() as network, ThreadPoolExecutor(args.at_once) as pool:
-
-        def one(seed: int) -> None:
-            nonlocal failed
-            trial = Trial.of(seed, controllers)
+        for running in [pool.submit(trial.run, network, binary) for trial in trials]:
             try:
-                ended = trial.run(network, binary)
+                ends.update(running.result())
             except Exception as error:
-                with lock:
-                    failed += 1
-                    print(f"FAILED {type(error).__name__} {error}", flush=True)
-            else:
-                with lock:
-                    ends.update(ended)
-
-        list(pool.map(one, range(args.first, args.first + args.trials)))
+                failed += 1
+                print(f"FAILED {type(error).__name__} {error}", flush=True)
         took = time.monotonic() - began
-        print(f"{args.trials} runs of {WORLD} ranks in {took:.0f} s, {failed} failed")
+        joined = len(trials) - args.trials
+        print(f"{len(trials)} runs in {took:.0f} s, {joined} of them by join agents; {failed} failed")
         print(f"faults that came to pass: {sum(network.injected.values())}", dict(sorted(network.injected.items())))
         print(f"bytes through the proxies: {network.bytes:,}")
-        print(f"ranks ended: {dict(ends.most_common())}")
+        print(f"ranks and agents ended: {dict(ends.most_common())}")
     return failed > 0
 
 

@@ -140,40 +140,53 @@ def _shapes(rng: random.Random) -> list[list[int]]:
     return [rng.choice(SHAPES) for _ in range(rng.choice((0, 1, 1, 2, 3, 4, 20)))]
 
 
-def _frame(rng: random.Random, kind: str, shapes: list[list[int]]) -> Json:
-    tensors = [
-        {"dtype": 0, "shape": list(shape), "bytes": _values(rng, math.prod(shape)).hex()} for shape in shapes
-    ]
+def _dtypes(rng: random.Random, shapes: list[list[int]], revision: str) -> list[int]:
+    return [rng.choice((0, 0, 1)) if revision > "0.6" else 0 for _ in shapes]
+
+
+def _frame(rng: random.Random, kind: str, shapes: list[list[int]], dtypes: list[int], revision: str) -> Json:
+    tensors = []
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        data = _values(rng, math.prod(shape))
+        if dtype:  # The upper halves, every other one from a word's lower half.
+            data = b"".join(data[at + 2 * (at % 8 == 0):][:2] for at in range(0, len(data), 4))
+        if revision == "0.8" and rng.random() < 0.3:
+            data = b""
+        tensors.append({"dtype": dtype, "shape": list(shape), "bytes": data.hex()})
     weight = rng.choice(WEIGHTS) if rng.random() < 0.7 else rng.uniform(0, 100)
     return {"kind": kind, "weight": weight, "tensors": tensors}
 
 
-def round_frames(seed: int, n: int) -> Iterator[Json]:
-    """`n` round frames of float32 tensors; values include NaN, the infinities and subnormals."""
+def round_frames(seed: int, n: int, revision: str = "0.6") -> Iterator[Json]:
+    """`n` round frames with what the revision has; values include NaN, the infinities and subnormals."""
     rng = random.Random(seed)
     for _ in range(n):
-        yield _frame(rng, rng.choice(("Model", "Control")), _shapes(rng))
+        kind, shapes = rng.choice(("Model", "Control")), _shapes(rng)
+        yield _frame(rng, kind, shapes, _dtypes(rng, shapes, revision), revision)
 
 
-def round_groups(seed: int, n: int) -> Iterator[list[Json]]:
-    """`n` lists of round frames to sum or reduce.
+def round_groups(seed: int, n: int, revision: str = "0.6") -> Iterator[list[Json]]:
+    """`n` lists of round frames to sum or reduce, with what the revision has.
 
-    About one list in six disagrees in kind, count or shape; in one of five all weights are the same, so that
+    About one list in six disagrees in kind, count, shape or dtype; in one of five all weights are the same, so that
     totals of 0 and -0.0 occur.
     """
     rng = random.Random(seed)
     for _ in range(n):
         kind, shapes = rng.choice(("Model", "Model", "Control")), _shapes(rng)
-        group = [_frame(rng, kind, shapes) for _ in range(rng.choice((1, 2, 2, 3, 4)))]
+        dtypes = _dtypes(rng, shapes, revision)
+        group = [_frame(rng, kind, shapes, dtypes, revision) for _ in range(rng.choice((1, 2, 2, 3, 4)))]
         if rng.random() < 0.2:
             group = [{**frame, "weight": group[0]["weight"]} for frame in group]
         match rng.randrange(18):
             case 0:
-                group.append(_frame(rng, "Control" if kind == "Model" else "Model", shapes))
+                group.append(_frame(rng, "Control" if kind == "Model" else "Model", shapes, dtypes, revision))
             case 1:
-                group.append(_frame(rng, kind, [*shapes, [1]]))
+                group.append(_frame(rng, kind, [*shapes, [1]], [*dtypes, 0], revision))
             case 2 if shapes:
-                group.append(_frame(rng, kind, [*shapes[:-1], [*shapes[-1], 1]]))
+                group.append(_frame(rng, kind, [*shapes[:-1], [*shapes[-1], 1]], dtypes, revision))
+            case 3 if shapes and revision > "0.6":
+                group.append(_frame(rng, kind, shapes, [*dtypes[:-1], 1 - dtypes[-1]], revision))
         yield group
 
 

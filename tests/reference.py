@@ -3,7 +3,8 @@
 Written from docs/wire.md alone and sharing nothing with the package, not even its tables. Slow and plain on
 purpose. Messages are in the crate's JSON form (tests/golden/README.md), except that a float may be a NaN or
 an infinity and only an absent option is None; `to_json` nulls such floats as the crate's JSON writer does.
-Round frames are `{"kind", "weight", "tensors": [{"dtype", "shape", "bytes": hex}]}`.
+Round frames are `{"kind", "weight", "tensors": [{"dtype", "shape", "bytes": hex}]}`; a tensor with values and without
+bytes is elided.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ CONTROL_VERSIONS = {"0.6": 2, "0.7": 2, "0.8": 4}
 DATA_VERSIONS = {"0.6": 2, "0.7": 2, "0.8": 3}
 MUX_VERSION = 1
 MAX_PAYLOAD, MAX_TENSORS, FRAME_CEILING = 16 << 20, 65536, 1 << 30
-DTYPE_SIZES = {0: 4}
+DTYPE_SIZES = {"0.6": {0: 4}, "0.7": {0: 4, 1: 2}, "0.8": {0: 4, 1: 2}}
 
 
 # bincode: docs/wire.md §2.
@@ -471,29 +472,33 @@ def check_weight(weight: float, what: str) -> None:
     check(math.isfinite(weight) and weight >= 0, what, f"weight {weight}")
 
 
-def check_tensor(index: int, tensor: Json) -> int:
-    """The number of values of a tensor whose shape and bytes agree."""
-    check(tensor["dtype"] in DTYPE_SIZES, "tensor", f"tensor {index}: dtype {tensor['dtype']}")
+def check_tensor(index: int, tensor: Json, revision: str) -> int:
+    """The number of values of a tensor that the revision has and whose shape and bytes agree."""
+    sizes = DTYPE_SIZES[revision]
+    check(tensor["dtype"] in sizes, "tensor", f"tensor {index}: dtype {tensor['dtype']}")
     values, size = math.prod(tensor["shape"]), len(tensor["bytes"]) // 2
-    expected = values * DTYPE_SIZES[tensor["dtype"]]
-    check(expected == size, "tensor", f"tensor {index}: {size} bytes, expected {expected}")
+    expected = values * sizes[tensor["dtype"]]
+    elided = size == 0 and revision == "0.8"
+    check(expected == size or elided, "tensor", f"tensor {index}: {size} bytes, expected {expected}")
     return values
 
 
-def encode_round(salt: bytes, frame: Json) -> bytes:
+def encode_round(salt: bytes, frame: Json, revision: str = "0.6") -> bytes:
     check_weight(frame["weight"], "value")
     check(len(frame["tensors"]) <= MAX_TENSORS, "limit", f"{len(frame['tensors'])} tensors")
     kind = number_of(frame["kind"], ROUND_KINDS)
     out = struct.pack("<IIBd", ROUND_FRAME, len(frame["tensors"]), kind, frame["weight"])
     for index, tensor in enumerate(frame["tensors"]):
         shape, raw = tensor["shape"], bytes.fromhex(tensor["bytes"])
-        check_tensor(index, tensor)
+        check_tensor(index, tensor, revision)
         check(len(shape) < 256, "tensor", f"tensor {index}: {len(shape)} dimensions")
         out += struct.pack(f"<BB{len(shape)}IQ", tensor["dtype"], len(shape), *shape, len(raw)) + raw
     return out + mac8(salt, out)
 
 
-def decode_round(salt: bytes, data: bytes, ceiling: int = FRAME_CEILING) -> tuple[Json, int]:
+def decode_round(
+    salt: bytes, data: bytes, ceiling: int = FRAME_CEILING, revision: str = "0.6"
+) -> tuple[Json, int]:
     """A round frame and how many bytes are left after it."""
     r = Reader(data, "truncated")
     magic, count = r.unpack("<II")
@@ -513,24 +518,43 @@ def decode_round(salt: bytes, data: bytes, ceiling: int = FRAME_CEILING) -> tupl
     signed = r.data[:r.at]
     check_mac(salt, signed, r.take(8))
     for index, tensor in enumerate(tensors):
-        check_tensor(index, tensor)
+        check_tensor(index, tensor, revision)
     return {"kind": ROUND_KINDS[kind], "weight": weight, "tensors": tensors}, r.left
 
 
 def floats(tensor: Json) -> array[float]:
-    raw = bytes.fromhex(tensor["bytes"])
+    """A tensor's values in float32; bfloat16 is its upper half, and what is elided is zero."""
+    raw = bytes.fromhex(tensor["bytes"]) or bytes(math.prod(tensor["shape"]) * (2 if tensor["dtype"] else 4))
+    if tensor["dtype"]:
+        raw = b"".join(b"\0\0" + raw[at:at + 2] for at in range(0, len(raw), 2))
     return array("f", struct.unpack(f"<{len(raw) // 4}f", raw))
 
 
+def rounded(bits: int) -> int:
+    """A float32's bits to bfloat16's: to nearest, ties to even; a NaN keeps its upper half and turns quiet."""
+    if bits & 0x7FFFFFFF > 0x7F800000:
+        return bits >> 16 | 0x40
+    upper, lower = divmod(bits, 1 << 16)
+    return upper + (lower > 0x8000 or (lower == 0x8000 and upper % 2 == 1))
+
+
 def with_floats(tensor: Json, values: array[float]) -> Json:
-    return {**tensor, "bytes": struct.pack(f"<{len(values)}f", *values).hex()}
+    raw = struct.pack(f"<{len(values)}f", *values)
+    if tensor["dtype"]:
+        words = struct.unpack(f"<{len(values)}I", raw)
+        raw = struct.pack(f"<{len(values)}H", *map(rounded, words))
+    return {**tensor, "bytes": raw.hex()}
 
 
-def sum_frames(frames: list[Json]) -> Json:
-    """The sum of frames that agree in everything but weight and values, added in list order from +0.0."""
+def sum_frames(frames: list[Json], revision: str = "0.8") -> Json:
+    """The sum of frames that agree in everything but weight and values, added in list order from +0.0.
+
+    What all of them elide stays elided.
+    """
     check(bool(frames), "tensor", "no frame")
     first, weight = frames[0], -0.0  # which changes no other number: weights of -0.0 alone add up to -0.0
-    sums = [array("f", bytes(4 * check_tensor(i, tensor))) for i, tensor in enumerate(first["tensors"])]
+    sums = [array("f", bytes(4 * check_tensor(i, tensor, revision))) for i, tensor in enumerate(first["tensors"])]
+    given = [False for _ in sums]
     for frame in frames:
         check(frame["kind"] == first["kind"], "tensor", "kinds differ")
         check(len(frame["tensors"]) == len(sums), "tensor", "tensor counts differ")
@@ -539,29 +563,33 @@ def sum_frames(frames: list[Json]) -> Json:
         for index, (total, tensor, model) in enumerate(rows):
             for key in ("dtype", "shape"):
                 check(tensor[key] == model[key], "tensor", f"tensor {index}: {key} differs")
-            check_tensor(index, tensor)
+            check_tensor(index, tensor, revision)
+            given[index] = given[index] or tensor["bytes"] != ""
             # A double holds the exact sum of two float32 up to one rounding that cannot show after the next.
             for i, value in enumerate(floats(tensor)):
                 total[i] += value
-    tensors = [with_floats(tensor, total) for tensor, total in zip(first["tensors"], sums, strict=True)]
+    rows = zip(first["tensors"], sums, given, strict=True)
+    tensors = [with_floats(tensor, total) if there else tensor for tensor, total, there in rows]
     return {"kind": first["kind"], "weight": weight, "tensors": tensors}
 
 
-def reduce_frames(frames: list[Json]) -> Json:
+def reduce_frames(frames: list[Json], revision: str = "0.8") -> Json:
     """The mean by weight of the frames that are not None; a Control frame or a total of 0 stays a sum."""
-    total = sum_frames([frame for frame in frames if frame is not None])
+    total = sum_frames([frame for frame in frames if frame is not None], revision)
     if total["kind"] == "Model" and total["weight"] > 0:
         inverse = single(1.0 / total["weight"])
         total["tensors"] = [
-            with_floats(tensor, array("f", [value * inverse for value in floats(tensor)]))
-            for tensor in total["tensors"]
+            with_floats(t, array("f", [value * inverse for value in floats(t)])) if t["bytes"] else t
+            for t in total["tensors"]
         ]
     return total
 
 
 def plain_nans(frame: Json) -> Json:
-    """A round frame with every float32 NaN replaced by one, for comparisons across processors."""
+    """A round frame with every NaN replaced by one, for comparisons across processors."""
     def plain(tensor: Json) -> Json:
+        if not tensor["bytes"]:
+            return tensor
         return with_floats(tensor, array("f", [math.nan if x != x else x for x in floats(tensor)]))
 
     return {**frame, "tensors": [plain(tensor) for tensor in frame["tensors"]]}

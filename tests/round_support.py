@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 import reference as ref
@@ -19,6 +20,8 @@ from conftest import SALT
 import flodl_fast as ff
 
 CODEC = ff.Codec(SALT)
+CODEC7, CODEC8 = ff.Codec(SALT, "0.7"), ff.Codec(SALT, "0.8")
+BF16 = np.dtype(ml_dtypes.bfloat16)
 HERE = Path(__file__).parent
 
 # Resident memory is what Linux's /proc/self tells; a sanitizer's allocator keeps what is freed.
@@ -31,12 +34,25 @@ measures_memory = pytest.mark.skipif(
 def words(array: Any) -> bytes:
     """An array's elements in C order as little-endian bytes, bit for bit."""
     array = np.asarray(array)
-    return np.frombuffer(array.tobytes(), array.dtype.str.replace("f", "u")).astype("<u4").tobytes()
+    word = np.dtype(f"u{array.itemsize}")
+    held = np.frombuffer(array.tobytes(), word.newbyteorder(array.dtype.byteorder))
+    return held.astype(word.newbyteorder("<")).tobytes()
 
 
-def tensor_of(form: Any) -> np.ndarray:
-    """The array of one of the oracle's tensors."""
-    return np.frombuffer(bytes.fromhex(form["bytes"]), "<f4").reshape(form["shape"])
+def tensor_of(form: Any) -> Any:
+    """The array of one of the oracle's tensors, or its Elided."""
+    if not form["bytes"] and math.prod(form["shape"]):
+        return ff.Elided(tuple(form["shape"]), "bf16" if form["dtype"] else "f32")
+    data = bytes.fromhex(form["bytes"])
+    values = np.frombuffer(data, "<u2").view(BF16) if form["dtype"] else np.frombuffer(data, "<f4")
+    return values.reshape(form["shape"])
+
+
+def tensor_form(tensor: Any) -> Any:
+    """The oracle's form of a tensor."""
+    if isinstance(tensor, ff.Elided):
+        return {"dtype": int(tensor.dtype == "bf16"), "shape": list(tensor.shape), "bytes": ""}
+    return {"dtype": int(tensor.dtype == BF16), "shape": list(tensor.shape), "bytes": words(tensor).hex()}
 
 
 def frame_of(form: Any) -> ff.RoundFrame:
@@ -47,14 +63,22 @@ def frame_of(form: Any) -> ff.RoundFrame:
 
 def form_of(frame: ff.RoundFrame) -> Any:
     """The oracle's form of a frame."""
-    tensors = [{"dtype": 0, "shape": list(t.shape), "bytes": words(t).hex()} for t in frame.tensors]
+    tensors = [tensor_form(tensor) for tensor in frame.tensors]
     return {"kind": frame.kind.name.title(), "weight": frame.weight, "tensors": tensors}
 
 
-def wire(tensors: Any, kind: str = "Model", weight: float = 0.0) -> bytes:
-    """The oracle's bytes of the frame of these native arrays."""
-    forms = [{"dtype": 0, "shape": list(np.shape(t)), "bytes": words(t).hex()} for t in tensors]
-    return ref.encode_round(SALT, {"kind": kind, "weight": weight, "tensors": forms})
+def wire(tensors: Any, kind: str = "Model", weight: float = 0.0, revision: str = "0.6") -> bytes:
+    """The oracle's bytes of the frame of these native arrays, or Elided."""
+    forms = [tensor_form(tensor) for tensor in tensors]
+    return ref.encode_round(SALT, {"kind": kind, "weight": weight, "tensors": forms}, revision)
+
+
+def zeros_of(form: Any) -> Any:
+    """A frame in the oracle's form with the zeros of what is elided."""
+    tensors = [
+        {**t, "bytes": t["bytes"] or "00" * ((2 if t["dtype"] else 4) * math.prod(t["shape"]))} for t in form["tensors"]
+    ]
+    return {**form, "tensors": tensors}
 
 
 def numpy_holds(shape: Any) -> bool:
@@ -90,6 +114,23 @@ def forge(
 def numbers(*shape: int, start: float = 1.0) -> np.ndarray:
     """A float32 array of that shape whose elements all differ."""
     return np.arange(start, start + math.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def halves(seed: int, *shape: int) -> np.ndarray:
+    """A bfloat16 array of that shape, the upper halves of such noise."""
+    return (noise(seed, *shape).view(np.uint32) >> 16).astype(np.uint16).view(BF16)
+
+
+def narrowed(array: Any) -> np.ndarray:
+    """A float32 array's values rounded to bfloat16 (docs/wire.md §9)."""
+    bits = np.asarray(array, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(bits & 0x7FFFFFFF > 0x7F800000, bits >> 16 | 0x40, rounded).astype(np.uint16).view(BF16)
+
+
+def widened(array: Any) -> np.ndarray:
+    """A bfloat16 array's values in float32."""
+    return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def noise(seed: int, *shape: int) -> np.ndarray:

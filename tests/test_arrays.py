@@ -6,6 +6,7 @@ import array
 import ctypes
 from itertools import count
 
+import ml_dtypes
 import numpy as np
 import pytest
 from round_support import CODEC, noise, numbers, wire, words
@@ -447,15 +448,18 @@ REFUSED = {
     "frame": lambda: ff.RoundFrame([]),
     "DLPack double": lambda: Producer(np.zeros(3)),
     "DLPack on another device": lambda: OldProducer(np.zeros(3, np.float32), device=2),
-    "DLPack bfloat16": lambda: OldProducer(np.zeros(3, np.float32), code=4, bits=16),
+    "DLPack float of 16 bits": lambda: OldProducer(np.zeros(3, np.float32), code=2, bits=16),
+    "DLPack bfloat of 8 bits": lambda: OldProducer(np.zeros(3, np.float32), code=4, bits=8),
+    "DLPack vectors of bfloat16": lambda: OldProducer(np.zeros(3, np.float32), code=4, bits=16, lanes=2),
+    "DLPack bfloat16 on another device": lambda: OldProducer(np.zeros(3, np.float32), code=4, bits=16, device=2),
     "DLPack of vectors": lambda: OldProducer(np.zeros(3, np.float32), lanes=4),
     "DLPack that fails": Failing,
     "torch double": lambda: torch_tensor(dtype=optional("torch").float64),
-    "torch bfloat16": lambda: torch_tensor(dtype=optional("torch").bfloat16),
     "torch that requires grad": lambda: torch_tensor(requires_grad=True),
     "torch meta": lambda: torch_tensor(device="meta"),
     "jax int": lambda: optional("jax.numpy").zeros(3, "int32"),
-    "bfloat16": lambda: np.zeros(3, optional("ml_dtypes").bfloat16),
+    "another dtype of the same package": lambda: np.zeros(3, ml_dtypes.float8_e5m2),
+    "elided": lambda: np.array(ff.Elided((3,)), object),
 }
 
 
@@ -483,6 +487,7 @@ def test_other_dtypes_and_things_without_memory_are_type_errors(make):
     (REFUSED["float64"], "float64"), (REFUSED["int32"], "int32"), (REFUSED["masked"], "masked"),
     (REFUSED["list"], "list"), (REFUSED["None"], "NoneType"), (REFUSED["DLPack double"], "float64"),
     (REFUSED["bytes"], "uint8"), (REFUSED["array of doubles"], "float64"),
+    (lambda: np.zeros(3, np.uint16), r"uint16 \(bits of bfloat16 .*view\(ml_dtypes.bfloat16\)"),
 ])
 def test_a_refusal_says_what_came(make, name):
     with pytest.raises(TypeError, match=f"tensor 0: .*{name}"):

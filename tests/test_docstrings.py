@@ -17,7 +17,7 @@ API = Path(__file__).parents[1] / "docs" / "api"
 PAGES = "".join(page.read_text(encoding="utf-8") for page in sorted(API.glob("*.md")))
 DOCUMENTED = re.findall(r"^::: flodl_fast\.(\S+)", PAGES, re.M)
 PARAMETERS = griffe.DocstringSectionKind.parameters
-MADE_ELSEWHERE = {"ControlChannel", "DataChannel", "JoinChannel", "Plan"}  # by `connect`, `accept` and `plans`
+MADE_ELSEWHERE = {"ControlChannel", "DataChannel", "Inspection", "JoinChannel", "Plan"}  # by calls such as `connect`
 TWIN = re.compile(r"As ``(channel\.[\w.]+)``")  # what the asyncio side says
 
 

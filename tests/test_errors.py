@@ -58,7 +58,7 @@ RAISED = [
     (ff.TruncatedError, lambda: CODEC.check_data_ack(b"1234567"), r"data ack has 8 bytes, got 7"),
     (ff.BadMagicError, lambda: CODEC.decode(RECORD), r"control frame's magic 0xf10d17c4, got 0xf10d17d0"),
     (ff.BadMagicError, lambda: CODEC.decode_mux(FRAME), r"mux record's magic 0xf10d17d0, got 0xf10d17c4"),
-    (ff.BadMagicError, lambda: CODEC.check_control_hello(b"x" * 24, 3), r"control hello, 0xf10d17c2, got 0x78787878"),
+    (ff.BadMagicError, lambda: CODEC.check_control_hello(b"x" * 24, 3), r"hello's magic 0xf10d17c2, got 0x78787878"),
     (ff.VersionMismatchError, lambda: CODEC.decode(FRAME[:4] + b"\4" + FRAME[5:]),
      r"control frame version 4, revision 0\.6 has 2"),
     (ff.VersionMismatchError, lambda: CODEC.decode_mux(RECORD[:4] + b"\2" + RECORD[5:]),

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import SALT, golden
-from round_support import CODEC, noise, run_python, words
+from round_support import CODEC, CODEC7, halves, narrowed, noise, run_python, widened, words
 
 import flodl_fast as ff
 from flodl_fast import _codec, _round
@@ -85,7 +85,7 @@ def check_pairs():
         assert CODEC.decode_many(CODEC.encode_many(part))[0] == part
 
 
-# float32 -------------------------------------------------------------------------------------------------
+# float32 and bfloat16 ------------------------------------------------------------------------------------
 
 
 def plain(array):
@@ -125,7 +125,7 @@ def check_first_nonfinite():
         for at in range(size):
             for value in (math.nan, math.inf, -math.inf):
                 kept, array[at] = array[at], value
-                assert _round.first_nonfinite(array) == at
+                assert str(_round.first_nonfinite(array)) == str((at, value))
                 array[at] = kept
 
 
@@ -140,8 +140,24 @@ def check_copies():
             assert words(into) == words(array)
 
 
+def check_bfloat16():
+    for size in (*range(70), 2047, 2048, 2049, 8192, 70_001):
+        single, half = at_offset(noise(size, size), size % 64), halves(size, size)
+        raw = CODEC7.encode_round(ff.RoundFrame([single]), wire="bf16")
+        assert words(CODEC7.decode_round(raw).tensors[0]) == words(narrowed(single))
+        into = at_offset(np.zeros(size, np.float32), 63 - size % 64)
+        CODEC7.decode_round(CODEC7.encode_round(ff.RoundFrame([half])), out=[into])
+        assert words(into) == words(widened(half))
+        with np.errstate(all="ignore"):
+            total = narrowed(np.float32(0) + widened(half) + widened(half) + widened(half))
+            mean = narrowed(widened(total) * np.float32(1 / 1.5))
+        frames = [ff.RoundFrame([half], weight=0.5)] * 3
+        assert plain(widened(ff.sum_frames(frames).tensors[0])) == plain(widened(total))
+        assert plain(widened(ff.reduce_frames(frames).tensors[0])) == plain(widened(mean))
+
+
 CHECK_SHA256 = [check_every_length, check_every_alignment, check_random_lengths_and_salts, check_streams, check_pairs]
-CHECK_FOLD = [check_fold, check_first_nonfinite, check_copies]
+CHECK_FOLD = [check_fold, check_first_nonfinite, check_copies, check_bfloat16]
 
 
 @pytest.mark.parametrize("check", CHECK_SHA256 + CHECK_FOLD, ids=lambda check: check.__name__)

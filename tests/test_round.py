@@ -15,6 +15,7 @@ import pytest
 import reference as ref
 from conftest import SALT, golden, golden_params, same
 from round_support import (
+    BF16,
     CODEC,
     WAYS,
     Forged,
@@ -28,6 +29,7 @@ from round_support import (
     run_python,
     wire,
     words,
+    zeros_of,
 )
 
 import flodl_fast as ff
@@ -57,40 +59,44 @@ def equal(tensors, expected):
 # Vectors -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", golden_params("round", revisions=("0.6",)))
+@pytest.mark.parametrize("case", golden_params("round"))
 def test_vectors(case):
-    codec, raw = ff.Codec(case["salt"]), bytes.fromhex(case["bytes"])
+    codec, raw = ff.Codec(case["salt"], case["revision"]), bytes.fromhex(case["bytes"])
     frame = frame_of(case["frame"])
     assert codec.encode_round(frame) == raw
     room = bytearray(b"\xee" * (len(raw) + 9))
     assert codec.encode_round_into(frame, room, 4) == len(raw)
     assert room == b"\xee" * 4 + raw + b"\xee" * 5
-    out = [np.empty(t.shape, np.float32) for t in frame.tensors]
-    for options in ({}, {"copy": False}, {"out": out}):
-        decoded = codec.decode_round(raw, **options)
+    for options in ({}, {"copy": False}):
+        decoded = codec.decode_round(raw, elided="keep", **options)
         assert same(form_of(decoded), case["frame"])
         assert codec.encode_round(decoded) == raw
+    out = [np.ones(t.shape, BF16 if t.dtype in ("bf16", BF16) else np.float32) for t in frame.tensors]
+    for options in ({}, {"copy": False}, {"out": out}):
+        assert same(form_of(codec.decode_round(raw, **options)), zeros_of(case["frame"]))
     layout = ff.TensorLayout.from_frame(codec, raw)
     assert layout.encode(codec, frame.tensors, frame.kind, frame.weight) == raw
 
 
-@pytest.mark.parametrize("revision", ["0.7", "0.8"])
-def test_frames_of_later_revisions_decode_or_are_refused(revision):
+@pytest.mark.parametrize(("sent", "read"), [("0.7", "0.6"), ("0.8", "0.6"), ("0.8", "0.7")])
+def test_frames_of_later_revisions_are_taken_or_refused(sent, read):
     outcomes = set()
-    for case in golden("round", revision):
-        codec, raw = ff.Codec(case["salt"]), bytes.fromhex(case["bytes"])
+    for case in golden("round", sent):
+        codec, raw = ff.Codec(case["salt"], read), bytes.fromhex(case["bytes"])
+        frame = frame_of(case["frame"])
         try:
-            expected = ref.decode_round(bytes.fromhex(case["salt"]), raw)[0]
-            plain = all(tensor["dtype"] == 0 for tensor in expected["tensors"])
+            ref.decode_round(bytes.fromhex(case["salt"]), raw, revision=read)
         except ref.WireError:
-            plain = False
-        outcomes.add(plain)
-        if plain:
-            assert same(form_of(codec.decode_round(raw)), case["frame"])
-        else:
+            outcomes.add("refused")
             with pytest.raises(ff.TensorError, match=r"^tensor \d+: "):
                 codec.decode_round(raw)
-    assert outcomes == {True, False}
+            with pytest.raises(ff.EncodeError, match=rf"^tensor \d+: revision {read} "):
+                codec.encode_round(frame)
+        else:
+            outcomes.add("taken")
+            assert same(form_of(codec.decode_round(raw)), case["frame"])
+            assert codec.encode_round(frame) == raw
+    assert outcomes == {"taken", "refused"}
 
 
 # Ways to decode ------------------------------------------------------------------------------------------

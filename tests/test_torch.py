@@ -84,7 +84,7 @@ def test_a_module_is_averaged_in_place(coordinator):
     model = module.Model(net)
     assert [n for n, _ in net.named_parameters()] == NAMES
     assert (len(model.params), len(model.buffers)) == (7, 2)  # the tied weight once; num_batches_tracked is int64
-    params, buffers = values(net.parameters()), [b.numpy().copy() for b in (net.norm.running_mean, net.norm.running_var)]
+    params, buffers = values(net.parameters()), values([net.norm.running_mean, net.norm.running_var])
     others, other_buffers = [a + f32(1) for a in params], [a * f32(2) for a in buffers]
     averaged(coordinator, model, params, buffers, others, other_buffers)
     for got, expected in zip(values(net.parameters()), mean(params, others), strict=True):
@@ -107,7 +107,7 @@ def test_cpu_float32_is_shared_and_nothing_else():
     model = module.Model(net)
     for tensor, array in zip(net.parameters(), model.params.arrays, strict=True):
         assert tensor.data_ptr() == array.ctypes.data
-    half = module.Model(Net().bfloat16(), wire="float32")
+    half = module.Model(Net().bfloat16(), widen=True)
     assert [a.dtype for a in half.params.arrays] == [np.float32] * 7
     assert len(half.buffers) == 0  # buffers of half precision stay local
 
@@ -115,13 +115,13 @@ def test_cpu_float32_is_shared_and_nothing_else():
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_precision_travels_as_float32_where_asked(coordinator, dtype):
     net = torch.nn.Linear(5, 3).to(dtype)
-    with pytest.raises(TypeError, match=r'parameter weight: expected float32, got b?float16; .*wire="float32"'):
+    with pytest.raises(TypeError, match=r'parameter weight: expected float32, got b?float16; .*widen=True'):
         module.Model(net)
     with pytest.raises(TypeError, match="tensor 0: expected float32"):
         ff.Worker(net.parameters(), rank=0, world=1, codec=None, data=("", 0), control=("", 0))
     params = values(net.parameters())
     others = [a + f32(0.5) for a in params]
-    averaged(coordinator, module.Model(net, wire="float32"), params, [], others, [])
+    averaged(coordinator, module.Model(net, widen=True), params, [], others, [])
     for tensor, expected in zip(net.parameters(), mean(params, others), strict=True):
         assert tensor.dtype == dtype
         assert tensor.requires_grad
@@ -131,7 +131,7 @@ def test_half_precision_travels_as_float32_where_asked(coordinator, dtype):
 def test_a_norm_of_half_precision():
     net = torch.nn.Linear(300, 200, bias=False).half()
     torch.nn.init.constant_(net.weight, 60.0)  # its squares are beyond float16
-    assert module.Model(net, wire="float32").params.norm() == pytest.approx(60 * 60000**0.5)
+    assert module.Model(net, widen=True).params.norm() == pytest.approx(60 * 60000**0.5)
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,10 @@ def test_a_norm_of_half_precision():
 )
 def test_other_dtypes_are_refused(dtype, error):
     with pytest.raises(TypeError, match=error):
-        module.Model(torch.nn.Linear(2, 2, dtype=dtype), wire="float32")
+        module.Model(torch.nn.Linear(2, 2, dtype=dtype), widen=True)
 
 
 def test_what_cannot_be_asked():
-    with pytest.raises(ValueError, match="wire must be"):
-        module.Model(torch.nn.Linear(2, 2), wire="float16")
     options = {"rank": 0, "world": 1, "codec": None, "data": ("", 0), "control": ("", 0)}
     with pytest.raises(TypeError, match="buffers of its own"):
         ff.Worker(module.Model(torch.nn.Linear(2, 2)), buffers=[np.zeros(1, f32)], **options)
@@ -161,9 +159,10 @@ def test_the_signature_is_of_names_dtypes_and_shapes_as_declared():
         (b"B", b"1.running_mean", 6, 2), (b"B", b"1.running_var", 6, 2), (b"B", b"1.num_batches_tracked", 4),
     ]
     plain = b"".join(
-        tag + name + b"\0" + struct.pack(f"<iI{len(dims)}q", code, len(dims), *dims) for tag, name, code, *dims in entries
+        tag + name + b"\0" + struct.pack(f"<iI{len(dims)}q", code, len(dims), *dims)
+        for tag, name, code, *dims in entries
     )
-    assert module.Model(net, wire="float32").sig == sha256(plain).digest()
+    assert module.Model(net, widen=True).sig == sha256(plain).digest()
 
 
 def test_the_repr():
@@ -255,7 +254,7 @@ def test_a_module_on_a_gpu(coordinator, dtype):
     others = [a + f32(1) for a in params]
     if dtype == torch.float32:
         buffers = values([net.norm.running_mean, net.norm.running_var])
-    model = module.Model(net, wire="float32")
+    model = module.Model(net, widen=True)
     assert all(slot.host.is_pinned() for _, slot in model.params._slots.values())
     assert model.params.norm() == pytest.approx(np.sqrt(sum((a.astype(float) ** 2).sum() for a in params)), rel=1e-5)
     averaged(coordinator, model, params, buffers, others, buffers)

@@ -3,8 +3,8 @@
 --   wireshark -X lua_script:tools/flodl.lua traffic.pcapng
 --   tshark -X lua_script:tools/flodl.lua -r traffic.pcapng -Y 'flodl.timing.batch_loss > 1'
 --
--- A connection is recognised by the magic it starts with; the preference "TCP ports" takes others too, such as those
--- whose start was not captured. Fields are named after the crate's: flodl.<kind>.<field>. MACs are shown, not checked:
+-- A connection is recognised by the magic it starts with; the preference "TCP ports" (-o flodl.ports:7000) takes others
+-- too: those whose start was not captured, and those at a port that Wireshark has another protocol for, such as 7000. Fields are named after the crate's: flodl.<kind>.<field>. MACs are shown, not checked:
 -- that takes the salt, and `python -m flodl_fast inspect --salt-file FILE traffic.pcapng`.
 
 -- Made by scripts/make_dissector.py from flodl_fast/messages.py and protocol.py; not to be changed by hand.
@@ -25,7 +25,6 @@ local NUMBERS = {
   ROUND_HEADER = 17,
   MAC_SIZE = 8,
   MAX_PAYLOAD = 16777216,
-  MAX_TENSORS = 65536,
   FRAME_CEILING = 1073741824,
 }
 local REVISIONS = {
@@ -394,7 +393,7 @@ function Reader:value(kind, name, tree)
   elseif op == "str" or op == "bytes" then
     local count = self:count(name)
     if count == 0 then
-      tree:add(field, self.tvb:range(self.at - 1, 1), op == "str" and "" or nil):append_text(op == "str" and "" or " (empty)")
+      tree:add(self.tvb:range(self.at - 1, 1), name .. ": empty")
     else
       local range = self:take(count, name)
       if op == "str" then

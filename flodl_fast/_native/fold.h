@@ -35,7 +35,7 @@ void ff_scale_bf16(uint8_t *dst, const uint8_t *src, size_t n, float scale);
 void ff_widen_bf16(void *dst, const uint8_t *src, size_t n);
 
 /* float32, if scaled times scale, to bfloat16: to nearest, ties to even. A NaN keeps its upper half and turns
- * quiet (docs/wire.md §6). */
+ * quiet (docs/wire.md §9). */
 void ff_narrow_bf16(uint8_t *dst, const void *src, size_t n, int scaled, float scale);
 
 /* Index of the first NaN or infinity among n values; n if there is none. */

@@ -316,7 +316,7 @@ def seeds(name: str) -> Iterator[bytes]:
 Seeds = Iterator[tuple[int, bytes]]
 
 
-def _bodies(kind: str, revision: str) -> Iterator[bytes]:
+def bodies_of(kind: str, revision: str) -> Iterator[bytes]:
     """What SIGN makes the golden frames of a kind of."""
     if kind == "control":
         for name in MESSAGE_FILES:
@@ -336,22 +336,22 @@ def _bodies(kind: str, revision: str) -> Iterator[bytes]:
 
 
 def _bare(kind: str) -> Callable[[ff.Codec, str], Seeds]:
-    return lambda codec, revision: ((0, body) for body in _bodies(kind, revision))
+    return lambda codec, revision: ((0, body) for body in bodies_of(kind, revision))
 
 
 def _signed(kind: str) -> Callable[[ff.Codec, str], Seeds]:
-    return lambda codec, revision: ((0, SIGN[kind](codec, body)) for body in _bodies(kind, revision))
+    return lambda codec, revision: ((0, SIGN[kind](codec, body)) for body in bodies_of(kind, revision))
 
 
 def _mux_seeds(codec: ff.Codec, revision: str) -> Seeds:
     yield from _signed("mux")(codec, revision)
-    for body in _bodies("mux", revision):
+    for body in bodies_of("mux", revision):
         yield 2, body
 
 
 def _streams(codec: ff.Codec, revision: str) -> Iterator[tuple[int, bool, list[bytes]]]:
     for number, kind in enumerate(STREAMS):
-        bodies = list(_bodies(kind, revision))
+        bodies = list(bodies_of(kind, revision))
         for at in range(0, len(bodies), 7):
             for prefixed in (False, True)[:1 if kind == "mux" else 2]:
                 yield number, prefixed, bodies[at:at + 7]

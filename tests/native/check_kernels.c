@@ -328,7 +328,7 @@ static void check_sha256(void)
     CHECK(strstr(ff_sha256_kernels(), ff_sha256_kernel()) == ff_sha256_kernels(), "the best is not in use");
 }
 
-/* float32 ---------------------------------------------------------------------------------------- */
+/* float32 and bfloat16 ---------------------------------------------------------------------------------------- */
 
 /* Any bits, every third from the edges of the format. */
 static uint32_t random_f32(void)
@@ -420,6 +420,163 @@ static void check_fold(size_t n, size_t frames, size_t out_alignment)
     free(expected);
 }
 
+/* bfloat16 of a float32's bits, by the distance to both neighbours. */
+static uint16_t rounded(uint32_t bits)
+{
+    const uint32_t upper = bits >> 16, lower = bits & 0xffff;
+    if ((bits & 0x7fffffff) > 0x7f800000)
+        return (uint16_t)(upper | 0x40);
+    return (uint16_t)(lower > 0x8000 || (lower == 0x8000 && (upper & 1)) ? upper + 1 : upper);
+}
+
+static uint16_t rounded_value(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return rounded(bits);
+}
+
+static int same_half(uint32_t a, uint32_t b)
+{
+    return a == b || ((a & 0x7fff) > 0x7f80 && (b & 0x7fff) > 0x7f80);
+}
+
+static uint16_t half_at(const uint8_t *p, size_t i)
+{
+    return (uint16_t)(p[2 * i] | p[2 * i + 1] << 8);
+}
+
+static void put_half(uint8_t *p, size_t i, uint16_t x)
+{
+    p[2 * i] = (uint8_t)x;
+    p[2 * i + 1] = (uint8_t)(x >> 8);
+}
+
+/* n values of bfloat16 on the wire. */
+static area random_halves(size_t n, size_t alignment)
+{
+    uint32_t *values = random_values(n);
+    area made = input(values, 2 * n, alignment);
+    for (size_t i = 0; i < n; i++)
+        put_half(made.data, i, (uint16_t)(values[i] >> 16));
+    free(values);
+    return made;
+}
+
+static void check_conversions(size_t n, size_t alignment)
+{
+    const float scale = value_of(0x3eaaaaab);
+    uint32_t *values = random_values(n);
+    area single = input(values, 4 * n, alignment), half = random_halves(n, (alignment + n) % 64);
+    area narrow = output(2 * n, (3 * alignment + n) % 64), wide = output(4 * n, (5 * alignment + 1) % 64);
+    size_t right = 0;
+
+    ff_narrow_bf16(narrow.data, single.data, n, 0, scale);
+    while (right < n && half_at(narrow.data, right) == rounded(values[right]))
+        right++;
+    CHECK(right == n, "narrow of %zu at %zu: value %zu", n, alignment, right);
+
+    ff_narrow_bf16(narrow.data, single.data, n, 1, scale);
+    for (right = 0; right < n; right++) {
+        volatile float product = value_of(values[right]) * scale;
+        if (!same_half(half_at(narrow.data, right), rounded_value(product)))
+            break;
+    }
+    CHECK(right == n, "scaled narrow of %zu at %zu: value %zu", n, alignment, right);
+
+    ff_scale_bf16(narrow.data, half.data, n, scale);
+    for (right = 0; right < n; right++) {
+        volatile float product = value_of((uint32_t)half_at(half.data, right) << 16) * scale;
+        if (!same_half(half_at(narrow.data, right), rounded_value(product)))
+            break;
+    }
+    CHECK(right == n, "scale of %zu halves at %zu: value %zu", n, alignment, right);
+
+    ff_widen_bf16(wide.data, half.data, n);
+    for (right = 0; right < n; right++) {
+        uint32_t bits;
+        memcpy(&bits, wide.data + 4 * right, 4);
+        if (bits != (uint32_t)half_at(half.data, right) << 16)
+            break;
+    }
+    CHECK(right == n, "widen of %zu at %zu: value %zu", n, alignment, right);
+    CHECK(guards_hold(&narrow) && guards_hold(&wide), "a conversion of %zu writes outside", n);
+    free(values);
+    free(single.memory);
+    free(half.memory);
+    free(narrow.memory);
+    free(wide.memory);
+}
+
+static void check_fold_bf16(size_t n, size_t frames, size_t alignment)
+{
+    const float scale = value_of(0x3eaaaaab);
+    const uint8_t *in[MOST_FRAMES];
+    area areas[MOST_FRAMES], out = output(2 * n, alignment), acc = output(4 * n, alignment / 4 * 4);
+
+    memset(acc.data, 0, 4 * n);
+    for (size_t f = 0; f < frames; f++) {
+        areas[f] = random_halves(n, random32() % 64);
+        in[f] = areas[f].data;
+        ff_add_bf16((float *)(void *)acc.data, in[f], n);
+    }
+    for (int scaled = 0; scaled < 2; scaled++) {
+        size_t right = 0;
+        ff_fold_bf16(out.data, in, frames, n, scaled, scale);
+        for (; right < n; right++) {
+            volatile float sum = 0.0f, held;
+            for (size_t f = 0; f < frames; f++)
+                sum = sum + value_of((uint32_t)half_at(in[f], right) << 16);
+            memcpy((void *)&held, acc.data + 4 * right, 4);
+            uint16_t expected = rounded_value(sum);
+            if (scaled) {
+                sum = value_of((uint32_t)expected << 16) * scale;
+                expected = rounded_value(sum);
+            } else if (!same_half(rounded_value(held), expected))
+                break;
+            if (!same_half(half_at(out.data, right), expected))
+                break;
+        }
+        CHECK(right == n, "fold of %zu frames of %zu halves, scaled %d: value %zu", frames, n, scaled, right);
+    }
+    CHECK(guards_hold(&out) && guards_hold(&acc), "fold of %zu halves writes outside", n);
+    for (size_t f = 0; f < frames; f++)
+        free(areas[f].memory);
+    free(out.memory);
+    free(acc.memory);
+}
+
+static void check_first_nonfinite_bf16(size_t n)
+{
+    static const uint16_t NONFINITE[] = {0x7f80, 0xff80, 0x7fc0, 0xffff, 0x7f81};
+    area in = random_halves(n, n % 64);
+    for (size_t i = 0; i < n; i++)
+        put_half(in.data, i, half_at(in.data, i) & 0x807f);
+    CHECK(ff_first_nonfinite_bf16(in.data, n) == n, "a non-finite value among %zu finite halves", n);
+    for (size_t i = 0; i < n; i++) {
+        const uint16_t before = half_at(in.data, i);
+        put_half(in.data, i, NONFINITE[random32() % 5]);
+        CHECK(ff_first_nonfinite_bf16(in.data, n) == i, "the one non-finite value %zu of %zu halves", i, n);
+        put_half(in.data, i, before);
+    }
+    free(in.memory);
+}
+
+/* Every float32 whose lower half is at the cut or its edges, and bits between at random. */
+static void check_every_upper_half(void)
+{
+    static const uint32_t LOWER[] = {0, 1, 0x7fff, 0x8000, 0x8001, 0xffff};
+    uint32_t values[64];
+    uint8_t out[2 * 64];
+    for (uint32_t upper = 0; upper < 0x10000; upper++) {
+        for (size_t i = 0; i < 64; i++)
+            values[i] = upper << 16 | (i < 6 ? LOWER[i] : random32() & 0xffff);
+        ff_narrow_bf16(out, values, 64, 0, 1.0f);
+        for (size_t i = 0; i < 64; i++)
+            CHECK(half_at(out, i) == rounded(values[i]), "%08x rounds to %04x", values[i], half_at(out, i));
+    }
+}
+
 static void check_add_and_scale(size_t n, size_t in_alignment)
 {
     const float scale = value_of(0x3eaaaaab);
@@ -506,20 +663,30 @@ static void check_fold_kernel(void)
     static const size_t MANY[] = {12, 13, 24, 25, 40};
     static const size_t LARGE[] = {8191, 8192, 8193, 16421, 65535, 65536, 65575};
     for (size_t n = 0; n <= 200; n++) {
-        for (size_t frames = 0; frames <= 9; frames++)
+        for (size_t frames = 0; frames <= 9; frames++) {
             check_fold(n, frames, 4 * (n % 16));
-        for (size_t i = 0; i < sizeof MANY / sizeof *MANY; i++)
+            check_fold_bf16(n, frames, n % 64);
+        }
+        for (size_t i = 0; i < sizeof MANY / sizeof *MANY; i++) {
             check_fold(n, MANY[i], 4 * (n % 16));
+            check_fold_bf16(n, MANY[i], n % 64);
+        }
         for (size_t alignment = 0; alignment < 64; alignment++) {
             check_add_and_scale(n, alignment);
+            check_conversions(n, alignment);
             check_swap32(n, alignment);
         }
         check_first_nonfinite(n);
+        check_first_nonfinite_bf16(n);
     }
+    check_every_upper_half();
     for (size_t i = 0; i < sizeof LARGE / sizeof *LARGE; i++)
         for (size_t alignment = 0; alignment < 64; alignment += 20) {
             check_fold(LARGE[i], 1 + i % 5, alignment);
             check_fold(LARGE[i], 13 + i, alignment);
+            check_fold_bf16(LARGE[i], 1 + i % 5, alignment);
+            check_fold_bf16(LARGE[i], 13 + i, alignment);
+            check_conversions(LARGE[i], alignment);
         }
     for (size_t alignment = 0; alignment < 64; alignment++) {
         for (size_t length = 0; length <= SHORT; length++)
@@ -531,6 +698,10 @@ static void check_fold_kernel(void)
     ff_scale_f32(NULL, 0, 2.0f);
     ff_copy(NULL, NULL, 0);
     ff_swap32(NULL, NULL, 0);
+    ff_fold_bf16(NULL, NULL, 0, 0, 1, 2.0f);
+    ff_narrow_bf16(NULL, NULL, 0, 1, 2.0f);
+    ff_scale_bf16(NULL, NULL, 0, 2.0f);
+    ff_widen_bf16(NULL, NULL, 0);
     CHECK(ff_first_nonfinite_f32(NULL, 0) == 0, "a non-finite value in nothing");
 }
 

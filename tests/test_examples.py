@@ -1,0 +1,57 @@
+"""The examples run as they stand: each a cluster of three ranks on real data."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PATIENT = {**os.environ, "FLODL_NET_TIMEOUT_SCALE": "3"}  # three interpreters that load a framework at the same time
+
+
+@pytest.mark.parametrize(("name", "accuracy"), [("torch", 97.0), ("jax", 95.0)])
+def test_digits(name, accuracy):
+    for needed in (name, "sklearn"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed: make test-frameworks")
+    path = EXAMPLES / f"{name}_digits.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300, env=PATIENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses, held_out = zip(*re.findall(r"loss ([\d.]+), held-out ([\d.]+)%", done.stdout), strict=True)
+    assert float(losses[-1]) < float(losses[0]) / 3
+    assert float(held_out[-1]) >= accuracy
+
+
+RUN = """
+import json, sys
+import nbclient, nbformat
+book = nbformat.read(sys.argv[1], as_version=4)
+nbclient.NotebookClient(book, timeout=60, kernel_name="python3").execute()
+print(json.dumps([output for cell in book.cells for output in cell.get("outputs", ())]))
+"""
+
+
+def test_the_notebook():
+    for needed in ("nbclient", "ipykernel"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed: pip install 'flodl_fast[notebook]'")
+    path = EXAMPLES / "local_cluster.ipynb"
+    assert all(not cell.get("outputs") for cell in json.loads(path.read_text(encoding="utf-8"))["cells"])
+    done = subprocess.run([sys.executable, "-c", RUN, path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    epochs, weights, lines, layout, capture = json.loads(done.stdout)
+    assert re.findall(r"epoch (\d)", epochs["text"]) == ["0", "1", "2", "3", "4"]
+    found = re.findall(r"[\d.]+(?=[,\]])", weights["data"]["text/plain"])
+    assert [float(weight) for weight in found] == pytest.approx(range(1, 9), abs=0.05)
+    assert lines["text"].splitlines()[0].startswith("LocalCluster(3 ranks, over, at 127.0.0.1:")
+    assert "Worker(rank 1 of 3, 50 steps, ended by Shutdown())" in lines["text"]
+    assert "(784, 10)" in layout["data"]["text/html"]
+    assert capture["data"]["text/html"].count("<td>ok</td>") == 5
