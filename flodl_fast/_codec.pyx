@@ -704,7 +704,7 @@ cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
     w.where = &here
     while PyDict_Next(value, &at, &key, &item):
         written += 1
-        if (floats and PyFloat_CheckExact(item) and PyUnicode_CheckExact(key) and PyUnicode_IS_COMPACT_ASCII(key)):
+        if floats and PyFloat_CheckExact(item) and PyUnicode_CheckExact(key) and PyUnicode_IS_COMPACT_ASCII(key):
             length = PyUnicode_GET_LENGTH(key)
             reserve(w, length + 17)
             p = put_varint(w.p, length)
@@ -717,6 +717,8 @@ cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
         write_value(w, &t.child[1], item)
         if written > n or PyDict_GET_SIZE(value) != n:
             raise bad_value(w, "changed its size while it was encoded")
+    if written != n:
+        raise bad_value(w, "changed its names while it was encoded")
     w.where = here.up
     return 0
 
