@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+FRAMEWORKS := .venv-frameworks
 
 # A build of another kind (setup.py has the switches) replaces the one in the environment, and is replaced in turn.
 KIND := plain$(if $(filter 1,$(FLODL_FAST_DEBUG)),-debug)$(if $(filter 1,$(FLODL_FAST_COVERAGE)),-coverage)$(addprefix -,$(FLODL_FAST_SANITIZE))
@@ -11,6 +12,7 @@ BIN := $(VENV)/bin
 MADE := $(VENV)/.made-$(subst /,-,$(PYTHON))
 BUILT := $(VENV)/.built-$(KIND)
 SOURCES := setup.py pyproject.toml $(wildcard flodl_fast/*.pyx flodl_fast/*.pxd flodl_fast/_native/*)
+DEBUG_PYTHON ?= python3-dbg
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?=
 FUZZ_FRAMES ?= 200000
@@ -22,8 +24,9 @@ ARM_RUN := qemu-aarch64
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help \
-    demo demo-flodl build test test-kernels test-pythons test-arm test-sanitize test-valgrind test-faults test-wireshark \
-    dissector soak fuzz fuzz-crate coverage bench bench-gate lint docs dist check-dist clean
+    demo demo-flodl build test test-kernels test-frameworks test-pythons test-arm test-sanitize test-valgrind \
+    test-leaks test-faults test-wireshark dissector soak fuzz fuzz-crate coverage bench bench-gate \
+    lint docs dist check-dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1: /p' $(MAKEFILE_LIST)
@@ -47,6 +50,13 @@ test-kernels: $(VENV)/.with-test ## the suite with the portable kernels
 test-pythons: $(VENV)/.with-dev ## one wheel for each CPython 3.10 to 3.13 found here, tried with NumPy 1.26 and the newest
 	$(BIN)/python scripts/test_pythons.py
 
+test-frameworks: export VENV_FLAGS = --system-site-packages
+test-frameworks: ## the suites and examples with PyTorch and JAX; takes the PyTorch of the system where PYTHON has it
+	$(MAKE) --no-print-directory VENV=$(FRAMEWORKS) $(FRAMEWORKS)/.with-frameworks
+	@$(FRAMEWORKS)/bin/python -W error -c 'import torch; torch.ones(1).numpy()' 2>/dev/null || \
+	    $(FRAMEWORKS)/bin/python -m pip install --quiet 'flodl_fast[frameworks]' 'numpy<2' # what that PyTorch is built for
+	$(FRAMEWORKS)/bin/python -m pytest $(addprefix tests/test_,torch.py jax.py cupy.py model.py examples.py docs.py)
+
 test-arm: ## the checks of the C kernels on an emulated 64-bit Arm
 	@command -v $(ARM_CC) >/dev/null && command -v $(ARM_RUN) >/dev/null || \
 	    { echo 'Needs $(ARM_CC) and $(ARM_RUN). Debian, Ubuntu: apt-get install' \
@@ -68,6 +78,16 @@ test-valgrind: ## the checks of the C kernels that valgrind can run, under its m
 	$(CC) -O1 -g -ffp-contract=off -Iflodl_fast/_native -o build/check_kernels.valgrind \
 	    tests/native/check_kernels.c $(wildcard flodl_fast/_native/*.c)
 	valgrind --quiet --error-exitcode=1 --leak-check=full --show-leak-kinds=all build/check_kernels.valgrind
+
+test-leaks: $(VENV)/.with-test ## failing calls, 200,000 of them, leave nothing; also in a debug build of CPython where one is found
+	$(BIN)/python tests/leaks.py
+ifneq ($(PYTHON),$(DEBUG_PYTHON))
+	@if command -v $(DEBUG_PYTHON) >/dev/null; then \
+	    $(MAKE) test-leaks PYTHON=$(DEBUG_PYTHON) VENV=$(VENV)-debug FLODL_FAST_DEBUG=1; \
+	else \
+	    echo 'References are not counted: no $(DEBUG_PYTHON) here. Debian, Ubuntu: apt-get install python3-dbg'; \
+	fi
+endif
 
 fuzz: export FLODL_FAST_SANITIZE = address,fuzzer-no-link
 fuzz: export CC = clang
@@ -128,7 +148,7 @@ check-dist: dist ## what is in them, the wheel's tags and size, and the wheel at
 	$(BIN)/python scripts/check_dist.py
 
 clean: ## remove all that the other targets make
-	rm -rf build dist *.egg-info $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage htmlcov
+	rm -rf build dist *.egg-info $(VENV) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage htmlcov
 	rm -f flodl_fast/*.so flodl_fast/*.c
 
 $(MADE):

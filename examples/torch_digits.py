@@ -23,8 +23,7 @@ def train() -> None:
     torch.set_num_threads(1)
     data, labels = map(torch.from_numpy, load_digits(return_X_y=True))
     images = data.float().div(16).reshape(-1, 1, 8, 8)
-    shuffled = np.random.default_rng(0).permutation(len(labels))
-    training, held_out = shuffled[HELD_OUT:], shuffled[:HELD_OUT]
+    held_out, training = np.split(np.random.default_rng(0).permutation(len(labels)), [HELD_OUT])
     first = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
     second = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
     net = nn.Sequential(first, second)
@@ -54,4 +53,4 @@ if __name__ == "__main__":
         ranks = [subprocess.Popen(command, env={**os.environ, **cluster.environment(r)}) for r in range(WORLD)]
         for epoch in cluster.epochs():
             print(f"epoch {epoch.epoch}: loss {epoch.avg_loss:.4f}, held-out {epoch.scalars['accuracy']:.1%}")
-    sys.exit(any([rank.wait() for rank in ranks]) or epoch.scalars["accuracy"] < TARGET)
+    sys.exit({rank.wait() for rank in ranks} != {0} or epoch.scalars["accuracy"] < TARGET)

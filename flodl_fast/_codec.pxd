@@ -1,3 +1,4 @@
+cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
@@ -9,6 +10,7 @@ cdef struct Family:
     Node* variants
     uint32_t n
     bint tagged
+    PyObject* name
 
 
 # Where the instances of a message class go.
@@ -19,6 +21,7 @@ cdef struct Entry:
     uint32_t variant
 
 
+@cython.final
 cdef class Table:
     cdef readonly object revision
     cdef Node* nodes
@@ -71,10 +74,17 @@ cdef class FrameCodec:
     cdef void mac_update_copy(self, ff_mac_stream* stream, uint8_t* to, const uint8_t* data,
                               Py_ssize_t n) noexcept nogil
     cdef void mac_end(self, ff_mac_stream* stream, uint8_t* out) noexcept nogil
+    @cython.final
     cdef int write_frame(self, Writer* w, object message) except -1
+    @cython.final
     cdef Py_ssize_t measure(self, const uint8_t* p, Py_ssize_t n) except -1
+    @cython.final
     cdef Py_ssize_t prefix(self, const uint8_t* p, Py_ssize_t n) except -1
+    @cython.final
     cdef object read(self, uint32_t family, const uint8_t* data, Py_ssize_t n, bint strict)
+    @cython.final
     cdef object open(self, const uint8_t* p, Py_ssize_t n, bint strict)
+    @cython.final
     cdef void sign_pair(self, uint8_t* a, uint8_t* b) noexcept
+    @cython.final
     cdef Py_ssize_t measure_mux(self, const uint8_t* p, Py_ssize_t n) except -1

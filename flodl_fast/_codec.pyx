@@ -12,6 +12,7 @@ import numpy as np
 
 __all__ = ["FrameCodec", "check_values", "family_name", "is_strict", "plain_number", "sha256_kernel", "whole_number"]
 
+cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
@@ -62,6 +63,13 @@ cdef extern from *:
         if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) return -1;
         PyMemberDef *member = ((PyMemberDescrObject *)descriptor)->d_member;
         return member->type == T_OBJECT_EX ? member->offset : -1;
+    }
+
+    /* An object with empty slots that the garbage collector does not know yet. */
+    static PyObject *ff_new(PyTypeObject *type) {
+        PyObject *made = PyObject_GC_New(PyObject, type);
+        if (made) memset(made + 1, 0, (size_t)type->tp_basicsize - sizeof *made);
+        return made;
     }
 
     /* A dict that need not grow while n items come in; CPython exports what it uses itself up to 3.13. */
@@ -126,7 +134,8 @@ cdef extern from *:
     void Py_XDecRef "Py_XDECREF"(PyObject*)
     PyObject* None_ "Py_None"
     object PyType_GenericAlloc(PyTypeObject*, Py_ssize_t)
-    void PyObject_GC_UnTrack(PyObject*)
+    object ff_new(PyTypeObject*)
+    void PyObject_GC_Track(PyObject*)
     void* Py_TYPE(object)
 
 cdef enum Op:
@@ -196,6 +205,7 @@ cdef class Table:
             self.families[family].variants = self.take(len(shapes))
             self.families[family].n = len(shapes)
             self.families[family].tagged = tagged
+            self.families[family].name = self.keep(FAMILY_NAMES[family])
             for i, shape in enumerate(shapes):
                 self.compile(&self.families[family].variants[i], shape)
                 self.register(shape.cls, family, i)
@@ -287,22 +297,15 @@ cdef class Table:
 
     cdef object key(self, Reader* r, Py_ssize_t n):
         """The str of the next n bytes, at most KEY_SIZE; a cached one where the same key was read lately."""
-        cdef const uint8_t* text = r.p
-        cdef uint64_t h = n, word
-        cdef Py_ssize_t i
-        for i in range(0, n - 7, 8):
-            h = (h ^ ff_load64(text + i)) * 0x9E3779B97F4A7C15u
-        word = 0
-        memcpy(&word, text + (n & ~<Py_ssize_t>7), n & 7)
-        h = (h ^ word) * 0x9E3779B97F4A7C15u >> 56
-        found = <object>PyList_GET_ITEM(<PyObject*>self.keys, h)
+        cdef uint32_t at = ff_hash_short(r.p, n) >> 24
+        found = <object>PyList_GET_ITEM(<PyObject*>self.keys, at)
         if (found is not None and PyUnicode_IS_COMPACT_ASCII(<PyObject*>found)
                 and PyUnicode_GET_LENGTH(<PyObject*>found) == n
-                and memcmp(PyUnicode_DATA(<PyObject*>found), text, n) == 0):
+                and ff_same_short(PyUnicode_DATA(<PyObject*>found), r.p, n)):
             r.p += n
             return found
-        found = take_text(r, n, PyUnicode_DecodeUTF8(<const char*>text, n, NULL))
-        self.keys[h] = found
+        found = take_text(r, n)
+        self.keys[at] = found
         return found
 
     cdef int plan_columns(self) except -1:
@@ -865,13 +868,13 @@ cdef inline uint8_t read_tag(Reader* r) except? 255:
     return (r.p - 1)[0]
 
 
-cdef inline uint32_t read_index(Reader* r, uint32_t n, object owner) except? 0xFFFFFFFF:
+cdef inline uint32_t read_index(Reader* r, uint32_t n, PyObject* owner) except? 0xFFFFFFFF:
     """The index of one of the owner's n variants or members."""
     cdef const uint8_t* at = r.p
     cdef uint64_t x = read_varint(r, 0xFFFFFFFFu)
     if x >= n:
-        owner = getattr(owner, "__name__", owner)
-        raise bad_payload(r, at, f"unknown variant {x} of {owner}, this revision has 0 to {n - 1}")
+        name = getattr(<object>owner, "__name__", <object>owner)
+        raise bad_payload(r, at, f"unknown variant {x} of {name}, this revision has 0 to {n - 1}")
     return <uint32_t>x
 
 
@@ -879,17 +882,18 @@ cdef inline int32_t unzigzag(uint64_t x) noexcept:
     return <int32_t>(<uint32_t>(x >> 1) ^ (0 - <uint32_t>(x & 1)))
 
 
-cdef object read_text(Reader* r, Table table):
-    """A str; its keys come from the table's cache where a table is given."""
-    cdef Py_ssize_t n = read_count(r, 1)
-    cdef PyObject* text
-    if table is not None and n <= KEY_SIZE:
-        return table.key(r, n)
-    text = PyUnicode_DecodeUTF8(<const char*>r.p, n, NULL)
-    return take_text(r, n, text)
+cdef inline PyObject* take_float(Reader* r) except NULL:
+    """The float in the next 8 bytes, which are there."""
+    r.p += 8
+    return PyFloat_FromDouble(ff_load_f64(r.p - 8))
 
 
-cdef inline object take_text(Reader* r, Py_ssize_t n, PyObject* text):
+cdef inline object take_text(Reader* r, Py_ssize_t n):
+    """The str in the next n bytes, which are there."""
+    return taken_text(r, n, PyUnicode_DecodeUTF8(<const char*>r.p, n, NULL))
+
+
+cdef object taken_text(Reader* r, Py_ssize_t n, PyObject* text):
     """The text just decoded from the next n bytes; NULL and an exception set where they are not UTF-8."""
     if text is NULL:
         try:
@@ -906,6 +910,10 @@ cdef object read_list(Reader* r, const Node* t, Table table):
     cdef Where here
     cdef Py_ssize_t i, n = read_count(r, t.child.least)
     cdef object items = PyList_New(n)
+    if t.child.op == F64:           # and so many are there: their count says so
+        for i in range(n):
+            PyList_SET_ITEM(items, i, take_float(r))
+        return items
     here.up = r.where
     here.node = t
     here.key = NULL
@@ -942,6 +950,8 @@ cdef object read_map(Reader* r, const Node* t, Table table):
     cdef Py_ssize_t i, n = read_count(r, t.child[0].least + t.child[1].least)
     # A count is only as good as the bytes that follow: past some size let the dict grow with them.
     cdef dict items = ff_dict_for(min(n, 1024))
+    cdef Py_ssize_t length
+    cdef bint floats = t.child[1].op == F64
     cdef object key
     cdef PyObject* value
     cdef int error
@@ -951,9 +961,14 @@ cdef object read_map(Reader* r, const Node* t, Table table):
     for i in range(n):
         here.index = i
         here.key = NULL
-        key = read_text(r, table)
+        length = read_count(r, 1)
+        key = table.key(r, length) if length <= KEY_SIZE else take_text(r, length)
         here.key = <PyObject*>key
-        value = read_value(r, &t.child[1], table)
+        if floats:
+            need(r, 8)
+            value = take_float(r)
+        else:
+            value = read_value(r, &t.child[1], table)
         error = PyDict_SetPair(items, key, value)
         Py_DecRef(value)
         if error:
@@ -967,9 +982,7 @@ cdef object read_struct(Reader* r, const Node* t, Table table):
     cdef Py_ssize_t i
     cdef const Node* part
     cdef PyObject* value
-    cdef object message = PyType_GenericAlloc(<PyTypeObject*>t.cls, 0)
-    if t.atomic and t.n:
-        PyObject_GC_UnTrack(<PyObject*>message)
+    cdef object message = ff_new(<PyTypeObject*>t.cls) if t.n else PyType_GenericAlloc(<PyTypeObject*>t.cls, 0)
     here.up = r.where
     here.node = t
     here.key = NULL
@@ -979,14 +992,15 @@ cdef object read_struct(Reader* r, const Node* t, Table table):
         part = &t.child[i]
         if part.op == F64:
             need(r, 8)
-            r.p += 8
-            value = PyFloat_FromDouble(ff_load_f64(r.p - 8))
+            value = take_float(r)
         elif part.op == U64:
             value = PyLong_FromUnsignedLongLong(read_varint(r, part.most))
         else:
             value = read_value(r, part, table)
         (<PyObject**>(<char*><PyObject*>message + part.slot))[0] = value
     r.where = here.up
+    if not t.atomic:
+        PyObject_GC_Track(<PyObject*>message)
     return message
 
 
@@ -1002,14 +1016,13 @@ cdef PyObject* read_value(Reader* r, const Node* t, Table table) except NULL:
     cdef uint64_t x
     if op == F64:
         need(r, 8)
-        r.p += 8
-        return PyFloat_FromDouble(ff_load_f64(r.p - 8))
+        return take_float(r)
     elif op == U64 or op == U32 or op == U16:
         return PyLong_FromUnsignedLongLong(read_varint(r, t.most))
     elif op == OPT:
         return read_value(r, t.child, table) if read_tag(r) else own(None)
     elif op == STR:
-        return own(read_text(r, None))
+        return own(take_text(r, read_count(r, 1)))
     elif op == LIST:
         return own(read_list(r, t, table))
     elif op == TUPLE:
@@ -1019,7 +1032,7 @@ cdef PyObject* read_value(Reader* r, const Node* t, Table table) except NULL:
     elif op == STRUCT:
         return own(read_struct(r, t, table))
     elif op == ENUM:
-        x = read_index(r, t.n, <object>t.cls)
+        x = read_index(r, t.n, t.cls)
         return own(<object>PyTuple_GET_ITEM(t.members, x))
     elif op == BYTES or op == FIXED:
         x = t.n if op == FIXED else <uint64_t>read_count(r, 1)
@@ -1051,7 +1064,7 @@ cdef object read_payload(Table table, uint32_t family, const uint8_t* data, Py_s
     r.end = data + n
     r.where = NULL
     if known.tagged:
-        variant = read_index(&r, known.n, FAMILY_NAMES[family])
+        variant = read_index(&r, known.n, known.name)
     message = read_struct(&r, &known.variants[variant], table)
     if strict:
         check_end(&r, type(message).__name__)
@@ -1659,6 +1672,7 @@ def check_values(message):
 # ------------------------------------------------------------------------------------------------- batches, columns
 
 
+@cython.final
 cdef class Scan:
     """The frames of a buffer, looked at a batch at a time: headers first, then the MACs two by two."""
 
@@ -1768,6 +1782,7 @@ cdef class Scan:
         return error
 
 
+@cython.final
 cdef class Records:
     """Timing messages gathered by variant: numbers into records, messages with text or bytes as rows of objects."""
 
@@ -1794,7 +1809,7 @@ cdef class Records:
         r.p = r.start
         r.end = r.start + s.length
         r.where = NULL
-        variant = read_index(&r, timing.n, FAMILY_NAMES[TIMING])
+        variant = read_index(&r, timing.n, timing.name)
         layout = &timing.variants[variant]
         if not self.begun[variant]:
             self.begin(variant, layout)
@@ -1906,7 +1921,7 @@ cdef inline int read_number(Reader* r, const Node* t, char* to) except -1:
     elif op == U16:
         (<uint16_t*>to)[0] = <uint16_t>read_varint(r, t.most)
     elif op == ENUM:
-        (<uint32_t*>to)[0] = read_index(r, t.n, <object>t.cls)
+        (<uint32_t*>to)[0] = read_index(r, t.n, t.cls)
     elif op == U8:
         need(r, 1)
         to[0] = r.p[0]

@@ -16,6 +16,8 @@ cdef extern from "_native/le.h" nogil:
     void ff_store_f64(uint8_t* p, double x)
     void ff_store_f32(uint8_t* p, double x)
     void ff_copy_short(uint8_t* to, const void* data, size_t n)
+    bint ff_same_short(const void* a, const void* b, size_t n)
+    uint32_t ff_hash_short(const uint8_t* p, size_t n)
 
 
 cdef extern from "_native/sha256.h" nogil:

@@ -24,6 +24,7 @@ from .messages import Message, RelayDeclareDead, RelayMsg
 from .net import Deadlines, Line, Messages, Rounds, Send, Steps
 from .protocol import MAGIC_CHANNEL_CONTROL, RoundKind
 from .rounds import RoundFrame
+from .signature import told_signatures
 
 __all__ = ["ControlChannel", "DataChannel", "JoinChannel", "accept"]
 
@@ -272,10 +273,11 @@ class ControlChannel(_MessageChannel):
         world: int,
         *,
         host: str | None = None,
+        model_sig: bytes | None = None,
         deadlines: Deadlines | None = None,
     ) -> ControlChannel:
         """As ``channel.ControlChannel.connect``."""
-        line = Line.of_rank(rank, world, host)
+        line = Line.of_rank(rank, world, host, told_signatures(codec.revision, model_sig))
         link = await _Link.dial(address, deadlines or Deadlines())
         await _shake_hands(link, net.dial_control(codec, line, link.deadlines.handshake))
         return cls(link, codec, line)
@@ -338,6 +340,7 @@ class DataChannel(_Channel):
         *,
         scale: float | None = None,
         view: bool = False,
+        wire: str | None = None,
     ) -> RoundFrame:
         """As ``channel.DataChannel.all_reduce``; cancelled, ``out`` stays as it was, though the frame may count."""
         if view and out is not None:
@@ -345,7 +348,7 @@ class DataChannel(_Channel):
         out = None if out is None else list(out)
         async with self._link.writing, self._link.reading:
             await self._sent()
-            request = self._rounds.ask(arrays, kind, weight, out, scale)
+            request = self._rounds.ask(arrays, kind, weight, out, scale, wire)
             with self._link.guard(asyncio.CancelledError):
                 self._sending = self._link.begin(self._rounds.exchange(request, self.deadlines.reply))
                 await asyncio.shield(self._sending)

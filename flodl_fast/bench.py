@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from timeit import Timer
 from typing import Any
 
@@ -40,11 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and return the exit code."""
-    if args.plot is not None:
-        try:
-            from .plots import plot_rates
-        except ImportError:
-            return missing("matplotlib", "plot")
+    if args.plot is not None and find_spec("matplotlib") is None:
+        return missing("matplotlib", "plot")
     seconds = 0.01 if args.quick else 0.1
     sizes = [size for size in SIZES if not args.quick or size <= 1 << 20]
     codec = Codec(bytes(16))
@@ -69,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
             [(name, *(f"{rate:.2f}" for rate in values)) for name, values in rates.items()],
         )
     if args.plot is not None:
+        from .plots import plot_rates
+
         plot_rates(sizes, rates, args.plot)
     return 0
 

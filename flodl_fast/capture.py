@@ -52,8 +52,8 @@ class Record(NamedTuple):
     data: bytearray
 
     def __repr__(self) -> str:
-        way = self.direction.name.lower()
-        return f"Record({len(self.data)} bytes {way} on {self.leg!r} at {self.time_ns / 1e9:.6f} s, offset {self.offset})"
+        way, seconds = self.direction.name.lower(), self.time_ns / 1e9
+        return f"Record({len(self.data)} bytes {way} on {self.leg!r} at {seconds:.6f} s, offset {self.offset})"
 
 
 class CaptureWriter:

@@ -29,6 +29,7 @@ from .messages import Message, RelayDeclareDead, RelayMsg
 from .net import Deadlines, Line, Messages, Rounds, Send, Steps
 from .protocol import MAGIC_CHANNEL_CONTROL, RoundKind
 from .rounds import RoundFrame
+from .signature import told_signatures
 
 __all__ = ["ControlChannel", "DataChannel", "JoinChannel", "accept"]
 
@@ -241,6 +242,7 @@ class ControlChannel(_MessageChannel):
         world: int,
         *,
         host: str | None = None,
+        model_sig: bytes | None = None,
         deadlines: Deadlines | None = None,
     ) -> ControlChannel:
         """Dial and shake hands.
@@ -253,13 +255,15 @@ class ControlChannel(_MessageChannel):
             world: the number of ranks of the cluster.
             host: None to speak to a relay's loopback control port; a host name of its own to speak to the controller's
                 port directly, as the host of this rank alone.
+            model_sig: the 32 bytes of ``flodl_fast.model_sig`` for this rank's model: needed at 0.8, not there before.
             deadlines: other waits than ``Deadlines()``.
 
         Raises:
             HandshakeError: nobody answers, or not in time, or not as a flodl peer of this cluster.
             ValueError: no such rank in the world.
+            EncodeError: a ``model_sig`` that the revision does not have, or has and is not given.
         """
-        line = Line.of_rank(rank, world, host)
+        line = Line.of_rank(rank, world, host, told_signatures(codec.revision, model_sig))
         link = _Link.dial(address, deadlines or Deadlines())
         _shake_hands(link, net.dial_control(codec, line, link.deadlines.handshake))
         return cls(link, codec, line)
@@ -349,20 +353,25 @@ class DataChannel(_Channel):
         *,
         scale: float | None = None,
         view: bool = False,
+        wire: str | None = None,
     ) -> RoundFrame:
         """One round: send these tensors, wait for all ranks, take the reduced ones (docs/wire.md §6).
 
         Args:
-            arrays: float32 arrays by buffer protocol or DLPack, of the same shapes at all ranks.
+            arrays: float32 arrays by buffer protocol or DLPack, of the same shapes at all ranks; from 0.7 on also
+                bfloat16 ones, at all ranks.
             kind: MODEL is divided by the summed weight, CONTROL summed only.
             weight: this rank's mass, finite and not negative; what goes into a MODEL round is multiplied by it, before
                 or by ``scale``.
-            out: writable float32 arrays of the same shapes for the result, which may be ``arrays``; new ones if None.
-                On any error they are as they were, and also where the reply is not ``realized``.
+            out: writable arrays of the same shapes for the result, which may be ``arrays``; new ones of their dtypes if
+                None. Float32 ones take bfloat16 widened. On any error they are as they were, and also where the reply
+                is not ``realized``.
             scale: what each value is multiplied by on its way into the frame, rounded to float32 first; None for
-                nothing.
+                nothing. By 0 a rank of 0.8 sends no data, as the crate's does.
             view: give the result as read-only arrays on the channel's own memory, which the next round overwrites;
-                not with ``out``.
+                in the dtype in which it travels, and not with ``out``.
+            wire: "bf16" has all tensors travel as bfloat16, rounded to nearest with ties to even (0.7 on; at all ranks
+                of a cluster, and by the crate's in MODEL rounds only). By default each does in its own dtype.
 
         Returns:
             The reduced frame: its tensors are those of ``out``, its weight the summed weight. Where ``realized`` is
@@ -381,7 +390,7 @@ class DataChannel(_Channel):
             raise ValueError("view=True and out= contradict each other")
         out = None if out is None else list(out)
         with self._link.writing, self._link.reading:
-            request = self._rounds.ask(arrays, kind, weight, out, scale)
+            request = self._rounds.ask(arrays, kind, weight, out, scale, wire)
             with self._link.guard():
                 self._link.run(self._rounds.exchange(request, self.deadlines.reply))
                 return self._rounds.adopt(out, view)
@@ -437,6 +446,8 @@ class DataChannel(_Channel):
 
     def recv(self, timeout: float | None = None) -> RoundFrame | RelayMsg:
         """On a served channel: the host's next frame, in new arrays; or its relay's own message, a RelayRankExit.
+
+        Tensors that came without data (0.8) are Elided.
 
         Args:
             timeout: seconds to wait for a frame to begin, None for no limit.

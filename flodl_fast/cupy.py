@@ -1,4 +1,5 @@
 """CUDA arrays of any library, by way of CuPy; those of PyTorch go their own way (docs/frameworks.md)."""
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false  # without CuPy it takes this file for it
 
 from __future__ import annotations
 

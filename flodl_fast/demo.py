@@ -35,6 +35,7 @@ import flodl_fast as ff
 
 from .capture import CaptureWriter, Direction
 from .channel import Address
+from .cli import REVISIONS
 from .protocol import LENGTH_PREFIX, MAGIC_DATA_HELLO
 
 __all__ = ["add_arguments", "run"]
@@ -129,6 +130,7 @@ class Recipe:
     batch: int
     seed: int
     samples: int
+    revision: str = "0.6"
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.epochs, self.batch) < 1 or self.seed < 0 or self.ranks * self.batch > self.samples:
@@ -148,9 +150,9 @@ class Recipe:
 def train_rank(rank: int, recipe: Recipe, salt: str, relay: Address, training: Digits, held_out: Digits) -> Network:
     """A rank's whole life; returns the network that it ends with."""
     network = Network([recipe.seed, rank])  # All ranks go on from rank 0's.
-    with ff.Worker(
-        network.parameters, rank=rank, world=recipe.ranks, codec=ff.Codec(salt), data=relay, control=relay
-    ) as worker:
+    model = dict(zip(("weights1", "bias1", "weights2", "bias2"), network.parameters, strict=True))
+    codec = ff.Codec(salt, recipe.revision)
+    with ff.Worker(model, rank=rank, world=recipe.ranks, codec=codec, data=relay, control=relay) as worker:
         for plan in worker.plans():
             order = recipe.order(plan.epoch)
             for picks in plan.batches(recipe.batch):
@@ -215,12 +217,12 @@ class Tap(socketserver.ThreadingTCPServer):
         """Serve a connection, in a thread of its own."""
         codec = self._codec
         with suppress(OSError), request.makefile("rb") as up:
-            hello = _take(up, len(codec.data_hello(0, 1)))
+            hello = _take(up, len(codec.data_hello(0, 1)))  # which begins as a control hello does
             magic, _, rank, _ = struct.unpack("<4I", hello)
             channel, ack_size = "data", len(codec.data_ack())
             if magic != MAGIC_DATA_HELLO:
                 channel, ack_size = "control", len(codec.control_ack())
-                hello += _take(up, len(codec.control_hello(0, 1)) - len(hello))
+                hello += _take(up, codec.measure_control_hello(hello) - len(hello))
             leg = f"rank {rank} {channel}"
             with socket.create_connection(self.routes[channel, rank]) as far, far.makefile("rb") as down:
                 for sock in (request, far):
@@ -257,7 +259,7 @@ class Tap(socketserver.ThreadingTCPServer):
         if prefix:
             started = thread_time()
             if leg.endswith("data"):
-                converted = self._codec.encode_round(self._codec.decode_round(data))
+                converted = self._codec.encode_round(self._codec.decode_round(data, elided="keep"))
             else:
                 converted = self._codec.encode(self._codec.decode(data))
             seconds = thread_time() - started
@@ -283,7 +285,8 @@ Epochs = Iterator[tuple[int, float, float]]  # number, mean loss, mean held-out 
 @contextmanager
 def local_cluster(recipe: Recipe, salt: str) -> Iterator[tuple[Routes, Epochs]]:
     """A LocalCluster: where the ranks' connections go, and its epochs as they end."""
-    with ff.LocalCluster(recipe.ranks, recipe.samples, recipe.batch, recipe.epochs, salt=salt) as cluster:
+    work = recipe.ranks, recipe.samples, recipe.batch, recipe.epochs
+    with ff.LocalCluster(*work, salt=salt, revision=recipe.revision) as cluster:
         ports = zip(("data", "control"), cluster.relay_ports, strict=True)
         routes = {(channel, rank): ("127.0.0.1", port) for channel, port in ports for rank in range(recipe.ranks)}
         yield routes, ((m.epoch, m.avg_loss, m.scalars["held-out"]) for m in cluster.epochs())
@@ -317,8 +320,8 @@ def _read_epochs(lines: Iterable[str]) -> Epochs:
                 raise ff.ChannelError(f"the controller says {other}")
 
 
-def build_peer() -> str:
-    """The path of the published crate's reference peer, built unless it was before.
+def build_peer(revision: str) -> str:
+    """The path of the reference peer of the published crate of that revision, built unless it was before.
 
     Raises:
         OSError: this is not a checkout, or the build fails, as without cargo.
@@ -327,8 +330,9 @@ def build_peer() -> str:
         raise FileNotFoundError(f"--peer needs a checkout of the repository, to build the crate by {BUILD}")
     print("Building the published crate, which takes a minute the first time.", file=sys.stderr)
     path = os.pathsep.join((os.environ.get("PATH", os.defpath), str(Path.home() / ".cargo" / "bin")))
+    command = ["bash", str(BUILD), f"{revision}.0"]
     try:
-        return subprocess.check_output(["bash", BUILD], text=True, env={**os.environ, "PATH": path}).strip()
+        return subprocess.check_output(command, text=True, env={**os.environ, "PATH": path}).strip()
     except subprocess.CalledProcessError as error:
         hint = "" if shutil.which("cargo", path=path) else ": it takes cargo (https://rustup.rs)"
         raise OSError(f"the published crate cannot be built{hint}") from error
@@ -371,6 +375,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=16, help="images in a batch (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of first weights and shuffling (%(default)s)")
     parser.add_argument("--target", type=float, default=0.95, help="held-out accuracy to reach (%(default)s)")
+    parser.add_argument("--revision", choices=REVISIONS, default="0.6", help="the wire's (%(default)s)")
     parser.add_argument("--salt", metavar="HEX", help="32 hex digits that key the frames' MACs (random)")
     parser.add_argument("--capture", metavar="FILE", default="demo.cap", help="record all frames here (%(default)s)")
     parser.add_argument("--no-capture", dest="capture", action="store_const", const=None, help="record nothing")
@@ -386,10 +391,13 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         try:
             training, held_out = load_digits()
-            codec = ff.Codec(salt)
-            recipe = Recipe(args.ranks, args.epochs, args.batch, args.seed, len(training.labels))
-            cluster = crate_cluster(recipe, salt, build_peer()) if args.peer else local_cluster(recipe, salt)
-            capture = CaptureWriter(stack.enter_context(open(args.capture, "wb"))) if args.capture else None
+            codec = ff.Codec(salt, args.revision)
+            recipe = Recipe(args.ranks, args.epochs, args.batch, args.seed, len(training.labels), args.revision)
+            cluster = (
+                crate_cluster(recipe, salt, build_peer(args.revision)) if args.peer else local_cluster(recipe, salt)
+            )
+            file = stack.enter_context(open(args.capture, "wb")) if args.capture else None
+            capture = None if file is None else CaptureWriter(file, revision=args.revision)
         except ImportError as error:
             return _fail(f"the digits come with scikit-learn ({error}), an extra: pip install 'flodl_fast[demo]'")
         except (ValueError, OSError) as error:

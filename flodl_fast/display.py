@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ROWS", "count", "layout_table", "one_line", "table"]
+__all__ = ["ROWS", "layout_table", "one_line", "plural", "table"]
 
 ROWS = 50  # of a table, whose caption says how many there are
 
@@ -37,13 +37,13 @@ class _Short(reprlib.Repr):
 _short = _Short()
 
 
-def one_line(thing: Any) -> str:
+def one_line(self: Any) -> str:
     """A dataclass as it would show itself, long values abbreviated and those without a repr left out."""
-    fields = (f for f in dataclasses.fields(thing) if f.repr)
-    return f"{type(thing).__qualname__}({', '.join(f'{f.name}={_short.repr(getattr(thing, f.name))}' for f in fields)})"
+    fields = (f for f in dataclasses.fields(self) if f.repr)
+    return f"{type(self).__qualname__}({', '.join(f'{f.name}={_short.repr(getattr(self, f.name))}' for f in fields)})"
 
 
-def count(number: int, thing: str) -> str:
+def plural(number: int, thing: str) -> str:
     """1 tensor, 2 tensors."""
     return f"{number:,} {thing}" + ("" if number == 1 else "s")
 

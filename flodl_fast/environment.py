@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .protocol import SALT_SIZE, parse_salt
+from .protocol import SALT_SIZE, Revision, parse_salt, supported_revision
 
 __all__ = ["Environment"]
 
@@ -17,6 +18,7 @@ CLUSTER = "FLODL_INTERNAL_CLUSTER_JSON"
 LOCAL_RANK = "FLODL_INTERNAL_LOCAL_RANK"
 HOST_NAME = "FLODL_HOST_NAME"
 ROUTE = "FLODL_FAST_ROUTE"
+REVISION = "FLODL_FAST_REVISION"
 
 # Other roles of the crate's launcher: a process that has one of these is not a rank.
 _OTHER_ROLES = ("FLODL_INTERNAL_FULL_CLUSTER_JSON", "FLODL_INTERNAL_RELAY_JSON", "FLODL_INTERNAL_AGENT_JSON")
@@ -36,6 +38,10 @@ class Environment:
         salt: the 16 bytes of the session salt.
         device: the index of the CUDA device that the launcher meant for this rank, as this process counts devices.
         direct: dial the controller itself instead of a relay on this host.
+        revision: the cluster's revision of the wire.
+        rank_resources: the controller asks for samples of this host's resources (0.7 on).
+        data_path: where this host has the data set, if the cluster's configuration says so (0.8 on).
+        gpu_ram_share: the share of a device's memory to use, likewise.
     """
 
     rank: int
@@ -45,6 +51,10 @@ class Environment:
     salt: bytes = field(repr=False)
     device: int
     direct: bool
+    revision: Revision = Revision.V0_6
+    rank_resources: bool = False
+    data_path: str | None = None
+    gpu_ram_share: float | None = None
 
     @property
     def data(self) -> tuple[str, int]:
@@ -60,7 +70,8 @@ class Environment:
     def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
         """Read FLODL_INTERNAL_CLUSTER_JSON and what goes with it.
 
-        FLODL_FAST_ROUTE is this package's own: "relay", as if unset, or "direct".
+        Two are this package's own: FLODL_FAST_ROUTE, "relay", as if unset, or "direct"; and FLODL_FAST_REVISION, as the
+        envelope does not tell which revision the cluster speaks: "0.6", as if unset, "0.7" or "0.8".
 
         Args:
             environ: the environment; ``os.environ`` if None.
@@ -93,6 +104,10 @@ class Environment:
             salt=_salt(envelope),
             device=_device(environ, worker, index, len(ranks)),
             direct=direct,
+            revision=_revision(environ),
+            rank_resources=envelope.flag("rank_resources"),
+            data_path=worker.text("data_path") if worker.has("data_path") else None,
+            gpu_ram_share=worker.share("gpu_ram_share") if worker.has("gpu_ram_share") else None,
         )
 
 
@@ -108,6 +123,21 @@ class _Fields:
         if name not in self.value:
             raise ValueError(f"{self.where}: {name} is missing")
         return self.value[name]
+
+    def has(self, name: str) -> bool:
+        return self.value.get(name) is not None
+
+    def flag(self, name: str) -> bool:
+        value = self.value.get(name, False)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.where}: {name} must be true or false, got {value!r}")
+        return value
+
+    def share(self, name: str) -> float:
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ValueError(f"{self.where}: {name} must be a number that is not negative, got {value!r}")
+        return float(value)
 
     def part(self, name: str) -> _Fields:
         return _Fields(f"{self.where}: {name}", self.get(name))
@@ -169,6 +199,13 @@ def _device(environ: Mapping[str, str], worker: _Fields, index: int, count: int)
         raise ValueError(f"{worker.where}: {count} ranks but {len(devices)} local_devices")
     pin = environ.get("CUDA_VISIBLE_DEVICES", "")
     return 0 if pin and "," not in pin else devices[index]
+
+
+def _revision(environ: Mapping[str, str]) -> Revision:
+    try:
+        return supported_revision(environ.get(REVISION, Revision.V0_6.value))
+    except ValueError as error:
+        raise ValueError(f"{REVISION}: {error}") from None
 
 
 def _direct(environ: Mapping[str, str]) -> bool:

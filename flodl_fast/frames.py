@@ -14,7 +14,6 @@ from .display import one_line
 from .errors import (
     AuthenticationError,
     BadMagicError,
-    EncodeError,
     HandshakeError,
     TrailingDataError,
     TruncatedError,
@@ -38,6 +37,7 @@ from .protocol import (
     wrong_magic,
 )
 from .rounds import RoundFrame
+from .signature import told_signatures
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -237,17 +237,10 @@ class Codec(FrameCodec):
             model_sig: the 32 bytes of ``flodl_fast.model_sig``: needed at 0.8, not there before.
 
         Raises:
-            EncodeError: a number that does not fit in 32 bits; or a ``model_sig`` that the revision does not have, or
-                has and is not given, or of another size.
+            EncodeError: a number that does not fit in 32 bits; ``model_sig`` as ``told_signatures``.
         """
-        versions = VERSIONS[self.revision]
-        body = _greeting(MAGIC_CONTROL_HELLO, versions.control, rank, world) + (model_sig or b"")
-        if len(body) + MAC_SIZE != versions.hello:
-            raise EncodeError(
-                f"a control hello of revision {self.revision.value} has {versions.hello} bytes, with this model_sig "
-                f"({'None' if model_sig is None else f'{len(model_sig)} bytes'}) it would have {len(body) + MAC_SIZE}"
-            )
-        return self._signed(body)
+        body = _greeting(MAGIC_CONTROL_HELLO, VERSIONS[self.revision].control, rank, world)
+        return self._signed(body + b"".join(told_signatures(self.revision, model_sig)))
 
     def control_ack(self) -> bytes:
         """The answer to a control hello."""
@@ -269,6 +262,16 @@ class Codec(FrameCodec):
         """The answer to a data hello."""
         return struct.pack("<2I", MAGIC_DATA_ACK, VERSIONS[self.revision].data)
 
+    def measure_control_hello(self, head: bytes) -> int:
+        """The bytes of a whole control hello, told by its first eight: those of a later revision are more.
+
+        Raises:
+            DecodeError: TruncatedError, BadMagicError, VersionMismatchError.
+        """
+        size = VERSIONS[self.revision].hello
+        self._check_greeting("control", "hello", head, MAGIC_CONTROL_HELLO, size)
+        return size
+
     def check_control_hello(self, data: bytes, world: int) -> tuple[int, bytes | None]:
         """The (rank, model_sig) of a control hello; model_sig is None at revisions that have none.
 
@@ -280,8 +283,7 @@ class Codec(FrameCodec):
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError, AuthenticationError.
             HandshakeError: the rank belongs to a world of another size.
         """
-        versions = VERSIONS[self.revision]
-        body = self._greeted("control hello", data, MAGIC_CONTROL_HELLO, versions.control, versions.hello)
+        body = self._greeted("control", "hello", data, MAGIC_CONTROL_HELLO, VERSIONS[self.revision].hello)
         rank = _check_world(body, world)
         self._check_mac("control hello", data)
         return rank, body[8:-MAC_SIZE] or None
@@ -297,10 +299,7 @@ class Codec(FrameCodec):
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError.
             HandshakeError: the rank belongs to a world of another size.
         """
-        size = len(self.data_hello(0, 0))
-        return _check_world(
-            self._greeted("data hello", data, MAGIC_DATA_HELLO, VERSIONS[self.revision].data, size), world
-        )
+        return _check_world(self._greeted("data", "hello", data, MAGIC_DATA_HELLO, len(self.data_hello(0, 0))), world)
 
     def check_control_ack(self, data: bytes) -> None:
         """Raise unless these bytes answer a control hello.
@@ -311,8 +310,7 @@ class Codec(FrameCodec):
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError, AuthenticationError.
         """
-        size = len(self.control_ack())
-        self._greeted("control ack", data, MAGIC_CONTROL_ACK, VERSIONS[self.revision].control, size)
+        self._greeted("control", "ack", data, MAGIC_CONTROL_ACK, len(self.control_ack()))
         self._check_mac("control ack", data)
 
     def check_data_ack(self, data: bytes) -> None:
@@ -324,27 +322,33 @@ class Codec(FrameCodec):
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError, TrailingDataError.
         """
-        self._greeted("data ack", data, MAGIC_DATA_ACK, VERSIONS[self.revision].data, len(self.data_ack()))
+        self._greeted("data", "ack", data, MAGIC_DATA_ACK, len(self.data_ack()))
 
     def _signed(self, body: bytes) -> bytes:
         return body + self.mac(body)
 
-    def _greeted(self, what: str, data: bytes, magic: int, version: int, size: int) -> bytes:
+    def _greeted(self, channel: str, part: str, data: bytes, magic: int, size: int) -> bytes:
         """What follows magic and version, both checked before the size, which a revision's version decides."""
+        self._check_greeting(channel, part, data, magic, size)
+        if len(data) < size:
+            raise TruncatedError(f"a {channel} {part} has {size} bytes, got {len(data)}")
+        if len(data) > size:
+            raise TrailingDataError(f"{len(data) - size} extra bytes after a {channel} {part} of {size}")
+        return bytes(data[GREETING:])
+
+    def _check_greeting(self, channel: str, part: str, data: bytes, magic: int, size: int) -> None:
         if len(data) < GREETING:
-            raise TruncatedError(f"a {what} has {size} bytes, got {len(data)}")
-        found_magic, found_version = struct.unpack_from("<2I", data)
+            raise TruncatedError(f"a {channel} {part} has {size} bytes, got {len(data)}")
+        found_magic, found = struct.unpack_from("<2I", data)
         if found_magic != magic:
             raise BadMagicError(wrong_magic(magic, found_magic))
-        if found_version != version:
+        version = getattr(VERSIONS[self.revision], channel)
+        if found != version:
+            names = " or ".join(r.value for r, versions in VERSIONS.items() if getattr(versions, channel) == found)
             raise VersionMismatchError(
-                f"{what} version {found_version}, revision {self.revision.value} has {version}"
+                f"{channel} {part} version {found} (of {names or 'no known revision'}), "
+                f"revision {self.revision.value} has {version}"
             )
-        if len(data) < size:
-            raise TruncatedError(f"a {what} has {size} bytes, got {len(data)}")
-        if len(data) > size:
-            raise TrailingDataError(f"{len(data) - size} extra bytes after a {what} of {size}")
-        return bytes(data[GREETING:])
 
     def _check_mac(self, what: str, data: bytes) -> None:
         if not hmac.compare_digest(self.mac(bytes(data[:-MAC_SIZE])), bytes(data[-MAC_SIZE:])):

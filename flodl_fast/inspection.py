@@ -562,7 +562,8 @@ class Finder:
         """The form of a frame by its magic, and whether it has a length prefix."""
         # No length is a magic: that would be a frame of 4 GB.
         for prefixed in (False, True):
-            head = data[LENGTH_PREFIX * prefixed :][:_MAGIC]
+            start = LENGTH_PREFIX * prefixed
+            head = data[start : start + _MAGIC]
             if len(head) < _MAGIC:
                 return None
             form = self._inspector.forms.get(_u32(head))
@@ -654,10 +655,10 @@ class _Flow:
         """Drop what comes before the next bytes that look like a frame's start."""
         at = -1
         while (at := self._data.find(_COMMON, at + 1)) >= 0:
-            if at == 0 or _u32(self._data[at - 1 :]) not in self._inspector.forms:
+            if at == 0 or _u32(self._data[at - 1 : at + 3]) not in self._inspector.forms:
                 continue
             start = at - 1
-            form = self._inspector.forms[_u32(self._data[start:])]
+            form = self._inspector.forms[_u32(self._data[start : start + _MAGIC])]
             if self._connection.framing == "mux" and form.name != "mux":
                 continue  # the frame inside a record
             for prefix in (LENGTH_PREFIX, 0):

@@ -1,4 +1,5 @@
 """JAX pytrees as models of a worker (docs/frameworks.md)."""
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false  # without JAX it takes this file for it
 
 from __future__ import annotations
 
@@ -130,7 +131,7 @@ class _Leaves(Tensors):
 
     @property
     def nbytes(self) -> int:
-        return 4 * sum(leaf.size for leaf in self._leaves())
+        return int(4 * sum(leaf.size for leaf in self._leaves()))
 
     def pull(self) -> None:
         for leaf in self._leaves():

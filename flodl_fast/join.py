@@ -25,9 +25,17 @@ from typing import IO, Any, NamedTuple
 
 from . import protocol
 from .channel import Address, JoinChannel
-from .cli import salt_file
-from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, ROUTE, Environment
-from .errors import AuthenticationError, ChannelClosed, ChannelError, DecodeError, FlodlError, HandshakeError
+from .cli import REVISIONS, salt_file
+from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, REVISION, ROUTE, Environment
+from .errors import (
+    AuthenticationError,
+    ChannelClosed,
+    ChannelError,
+    DecodeError,
+    EncodeError,
+    FlodlError,
+    HandshakeError,
+)
 from .frames import Codec
 from .messages import (
     JoinAbort,
@@ -129,10 +137,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dataset-sig",
-        type=_dataset_sig,
+        type=_signature,
         default=bytes(32),
         metavar="HEX",
         help="the data set's signature where the cluster checks it, 64 hex digits",
+    )
+    parser.add_argument("--revision", choices=REVISIONS, default="0.6", help="the wire's (default: %(default)s)")
+    later = parser.add_argument_group("from revision 0.8 on, what all hosts that tell it must have in common")
+    later.add_argument("--model-sig", type=_signature, metavar="HEX", help="the model's signature, 64 hex digits")
+    later.add_argument("--run-id", metavar="TEXT", help="the identity of the run that this host has prepared")
+    later.add_argument(
+        "--nccl-version", type=_nccl_version, metavar="2.21.5", help="of the NCCL or RCCL that the ranks load"
     )
 
 
@@ -143,7 +158,7 @@ def _devices(text: str) -> bytes:
     return bytes(map(int, parts))
 
 
-def _dataset_sig(text: str) -> bytes:
+def _signature(text: str) -> bytes:
     try:
         signature = bytes.fromhex(text)
     except ValueError:
@@ -151,6 +166,13 @@ def _dataset_sig(text: str) -> bytes:
     if len(signature) != 32:
         raise argparse.ArgumentTypeError(f"expected 64 hex digits, got {text!r}")
     return signature
+
+
+def _nccl_version(text: str) -> tuple[int, ...]:
+    parts = text.split(".")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) < 2**32 for part in parts):
+        raise argparse.ArgumentTypeError(f"expected three numbers with points between, got {text!r}")
+    return tuple(map(int, parts))
 
 
 def _command(args: argparse.Namespace) -> list[str]:
@@ -199,14 +221,16 @@ def _join(args: argparse.Namespace) -> int:
     command = _command(args)
     if shutil.which(command[0]) is None:
         raise _Stop(f"there is no command {command[0]!r}", Exit.USAGE)
+    codec = Codec(args.salt or bytes(protocol.SALT_SIZE), args.revision)
+    hello = _hello(codec, args)
     where = "{}:{}".format(*args.controller)
     _say(f"{args.host} offers {len(args.devices)} rank(s) to {where}")
     try:
-        channel = JoinChannel.connect(args.controller, Codec(args.salt or bytes(protocol.SALT_SIZE)))
+        channel = JoinChannel.connect(args.controller, codec)
     except HandshakeError as error:
         raise _Stop(str(error), Exit.TIMED_OUT) from error
     with channel:
-        accept = _admission(channel, args)
+        accept = _admission(channel, hello, args)
         ranks = ", ".join(map(str, accept.ranks))
         _say(f"admitted as rank {ranks}; waiting for the world, up to {accept.formation_wait_secs} s")
         environments = _world(channel, args, accept)
@@ -214,15 +238,27 @@ def _join(args: argparse.Namespace) -> int:
         return _Ranks(channel).run(command, dict(zip(accept.ranks, environments, strict=True)))
 
 
-def _admission(channel: JoinChannel, args: argparse.Namespace) -> JoinAccept:
-    """The controller's answer to this host's offer; from then on the channel uses the session salt."""
+def _hello(codec: Codec, args: argparse.Namespace) -> JoinHello:
+    """This host's offer, which the revision can carry."""
     hello = JoinHello(
         host=args.host,
         local_devices=args.devices,
         gpus=[f"device {device}" for device in args.devices],
         libtorch=f"none, flodl_fast {version('flodl_fast')}",
         dataset_sig=args.dataset_sig,
+        run_id=args.run_id,
+        nccl_version=args.nccl_version,
+        model_sig=args.model_sig,
     )
+    try:
+        codec.encode_payload(hello)
+    except EncodeError as error:
+        raise _Stop(str(error), Exit.USAGE) from error
+    return hello
+
+
+def _admission(channel: JoinChannel, hello: JoinHello, args: argparse.Namespace) -> JoinAccept:
+    """The controller's answer to this host's offer; from then on the channel uses the session salt."""
     patience = scaled(protocol.JOIN_REPLY)
     try:
         channel.send(hello)
@@ -237,7 +273,7 @@ def _admission(channel: JoinChannel, args: argparse.Namespace) -> JoinAccept:
         # The crate answers a hello whose MAC does not hold by hanging up.
         raise _Stop(
             f"refused without a word ({error}): the session salt is wrong, this host uses {_salt_in_use(args)}; "
-            "or the join window is closed",
+            f"or the join window is closed, or the controller speaks another revision than {args.revision}",
             Exit.REFUSED,
         ) from error
     except ChannelError as error:
@@ -254,7 +290,7 @@ def _admission(channel: JoinChannel, args: argparse.Namespace) -> JoinAccept:
         if answer.salt_hex is None:
             raise _Stop("the controller admits this host but keeps the session salt: give --salt-file", Exit.REFUSED)
         try:
-            channel.rekey(Codec(answer.salt_hex))
+            channel.rekey(Codec(answer.salt_hex, args.revision))
         except ValueError as error:
             raise _Stop(f"the controller's salt cannot be: {error}", Exit.LOST) from error
     return answer
@@ -279,6 +315,7 @@ def _world(channel: JoinChannel, args: argparse.Namespace, accept: JoinAccept) -
             LOCAL_RANK: str(index),
             HOST_NAME: args.host,
             ROUTE: "direct",
+            REVISION: args.revision,
             "CUDA_VISIBLE_DEVICES": str(device),
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         }
@@ -318,7 +355,10 @@ def _status(controller: Address) -> str | None:
         if state is None:
             return None
         wanted = state["target_ranks"] or f"at least {state['min_rank_start']}"
-        return f"{state['phase']}: {state['joined_ranks']} of {wanted} ranks on {state['joined_hosts']} host(s)"
+        told = f"{state['phase']}: {state['joined_ranks']} of {wanted} ranks on {state['joined_hosts']} host(s)"
+        # Of 0.8: unless "auto", the window is held for a POST /start.
+        start = state.get("start_mode", "auto")
+        return told if start == "auto" else f"{told}, start {start}{' and given' * bool(state['start_armed'])}"
     except (OSError, ValueError, KeyError):
         return None
 

@@ -27,13 +27,13 @@ from typing import Any, Literal, cast
 from . import messages as wire
 from . import protocol
 from .channel import Address, ControlChannel, DataChannel, accept
-from .display import count, one_line
-from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, RELAY_CONTROL, RELAY_DATA, ROUTE
+from .display import one_line, plural
+from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, RELAY_CONTROL, RELAY_DATA, REVISION, ROUTE
 from .errors import ChannelClosed, ChannelError, FlodlError, HandshakeError, TensorError
 from .frames import Codec
 from .layout import variants_of
 from .net import scaled
-from .rounds import RoundFrame, reduce_frames, sum_frames
+from .rounds import RoundFold, RoundFrame
 
 __all__ = ["LocalCluster", "LocalResult", "aggregate_metrics"]
 
@@ -92,7 +92,7 @@ class LocalCluster:
         batch: the samples of a batch; the ranks must use the same.
         epochs: the number of epochs.
         salt: the session salt as ``Codec`` takes it; a new one if None.
-        revision: the wire's.
+        revision: the wire's. At 0.8 all ranks must tell the same signature of their models.
         host: the address to listen at. Whoever reaches it and has the salt takes part.
         port: the controller's port; the relay's two are 4 and 5 above it. 0 takes any.
         heartbeat_timeout: seconds without a Timing message after which a rank is dead; the crate's if None.
@@ -142,7 +142,7 @@ class LocalCluster:
         self._codec = Codec(self.salt, revision)
         self._reducer = _Reducer(world, self._lost, self._failed)
         self._coordinator = _Coordinator(
-            _Recipe(world, samples, batch, epochs, evaluate_every, checkpoint_every),
+            _Recipe(world, samples, batch, epochs, evaluate_every, checkpoint_every, self._codec.revision),
             heartbeat_timeout=scaled(protocol.LIVENESS) if heartbeat_timeout is None else heartbeat_timeout,
             dial_in=scaled(protocol.DIAL_IN) if dial_in is None else dial_in,
             reducer=self._reducer,
@@ -153,7 +153,7 @@ class LocalCluster:
 
     def __repr__(self) -> str:
         state = "over" if self._coordinator.over else "running" if self._threads else "not started"
-        return f"LocalCluster({count(self._world, 'rank')}, {state}, at {self.address[0]}:{self.address[1]})"
+        return f"LocalCluster({plural(self._world, 'rank')}, {state}, at {self.address[0]}:{self.address[1]})"
 
     @property
     def relay_ports(self) -> tuple[int, int]:
@@ -193,6 +193,7 @@ class LocalCluster:
             LOCAL_RANK: str(rank),
             HOST_NAME: name,
             ROUTE: route,
+            REVISION: self._codec.revision.value,
         }
 
     def epochs(self) -> Iterator[wire.EpochMetrics]:
@@ -212,7 +213,8 @@ class LocalCluster:
         Raises:
             TimeoutError: it is not in ``timeout`` seconds; wait again, or leave the ``with``.
             ChannelError: the run cannot go on: ranks did not come, one left before all were there, or none is left;
-                ChannelClosed where the ``with`` was left before its end.
+                ChannelClosed where the ``with`` was left before its end, HandshakeError where ranks tell different
+                signatures of their models.
             TensorError: ranks whose tensors do not match each other's; the message names the rank.
         """
         return self._coordinator.wait(timeout)
@@ -393,21 +395,22 @@ class _Reducer:
             self._failed(error)
 
     def _round(self, hosts: Sequence[DataChannel]) -> None:
-        total: RoundFrame | None = None
+        fold, empty = RoundFold(), True
         for channel in hosts:
             frame = self._take(channel)
             if frame is None:
                 continue
+            ranks = ", ".join(map(str, channel.ranks))
             try:
-                total = frame if total is None else sum_frames([total, frame])
+                fold.add(frame, f"of rank {ranks}")
             except TensorError as error:
-                ranks = ", ".join(map(str, channel.ranks))
                 raise TensorError(f"the frame of rank {ranks} does not fit those of lower ranks: {error}") from error
-        if total is None:
+            empty = False
+        if empty:
             with self._news:  # nobody is left, which the coordinator is about to see
                 self._news.wait_for(lambda: self._stopped)
             return
-        result = reduce_frames([total])
+        result = fold.reduce()
         for channel in hosts:
             if self._expected(channel):
                 self._tell(channel, partial(channel.send, result))
@@ -461,6 +464,7 @@ class _Recipe:
     epochs: int
     evaluate_every: int
     checkpoint_every: int
+    revision: protocol.Revision
 
     def plan(self, epoch: int, rank: int) -> wire.EpochPlan:
         """A rank's slice of an epoch: the first ranks have one sample more where they do not divide evenly."""
@@ -501,6 +505,7 @@ class _Coordinator:
         self._ranks: dict[int, _Rank] = {}  # those that are there and neither dead nor done
         self._arrived: set[int] = set()
         self._arriving = threading.Lock()
+        self._model: tuple[int, bytes] | None = None  # the rank that came first, and its model's signature
         self._epoch = -1
         self._reports: list[wire.MetricsMsg] | None = None  # of the epoch at hand, None once it is over
         self._cycle: float | None = None  # when the averaging cycle at hand began
@@ -614,6 +619,13 @@ class _Coordinator:
             self._broadcast(wire.Shutdown() if reason is None else wire.ShutdownWithSave(reason))
 
     def _admit(self, channel: ControlChannel) -> None:
+        for rank, signature in zip(channel.ranks, channel.model_sigs, strict=False):  # a relay may tell none
+            first, expected = self._model = self._model or (rank, signature)
+            if signature != expected:
+                raise HandshakeError(
+                    f"rank {rank} trains another model than rank {first}: names, shapes or dtypes of its parameters or "
+                    f"buffers differ (signatures {signature.hex()[:16]}… and {expected.hex()[:16]}…)"
+                )
         for rank in channel.ranks:
             self._ranks[rank] = _Rank(channel)
             if self._ending:  # too late to train, not to be told so
@@ -687,7 +699,7 @@ class _Coordinator:
 
     def _finish_epoch(self, reports: Sequence[wire.MetricsMsg]) -> None:
         self._reports = None
-        metrics = aggregate_metrics(self._epoch, self._recipe.world, reports)
+        metrics = aggregate_metrics(self._epoch, self._recipe.world, reports, revision=self._recipe.revision)
         self._broadcast(wire.EpochAggregated(metrics))
         with self._news:
             self._epochs.append(metrics)
@@ -809,15 +821,23 @@ def _due(every: int, epoch: int) -> bool:
     return every > 0 and epoch % every == 0
 
 
-def aggregate_metrics(epoch: int, world: int, reports: Sequence[wire.MetricsMsg]) -> wire.EpochMetrics:
+def aggregate_metrics(
+    epoch: int,
+    world: int,
+    reports: Sequence[wire.MetricsMsg],
+    *,
+    revision: protocol.Revision = protocol.Revision.V0_6,
+) -> wire.EpochMetrics:
     """The cohort's metrics of an epoch, as the crate makes them of its ranks' reports, any number from each.
 
-    Losses and scalars are weighted by batches; times, in milliseconds, are maxima.
+    Losses and scalars are weighted by batches; times, in milliseconds, are maxima. Each rank's loss and samples are
+    there from 0.7 on, no loss where a rank has had no batch.
 
     Args:
         epoch: the epoch's number.
         world: the number of ranks.
         reports: the reports of all ranks.
+        revision: the one that is to carry them.
     """
     batches = [0] * world
     samples = [0] * world
@@ -829,17 +849,21 @@ def aggregate_metrics(epoch: int, world: int, reports: Sequence[wire.MetricsMsg]
         batches[rank] += report.batches_processed
         samples[rank] += report.samples_processed
         losses[rank] += report.avg_loss * report.batches_processed
-        for name, values in times.items():
-            values[rank] = max(values[rank], getattr(report, name))
-        for name, (total, count) in report.scalars.items():
+        for name, longest in times.items():
+            longest[rank] = max(longest[rank], getattr(report, name))
+        for name, (total, values) in report.scalars.items():
             had, counted = sums[rank].get(name, (0.0, 0))
-            sums[rank][name] = had + total, counted + count
-    means = [{name: total / count if count else 0.0 for name, (total, count) in scalars.items()} for scalars in sums]
+            sums[rank][name] = had + total, counted + values
+    means = [{name: total / n if n else 0.0 for name, (total, n) in scalars.items()} for scalars in sums]
     scalars: dict[str, float] = {}
     for name in {name: None for mean in means for name in mean}:
         ranks = [rank for rank in range(world) if sums[rank].get(name, (0.0, 0))[1]]
         weight = sum(batches[rank] for rank in ranks)
         scalars[name] = sum(means[rank][name] * batches[rank] for rank in ranks) / weight if weight else 0.0
+    each: dict[str, Any] = {}
+    if not revision < protocol.Revision.V0_7:
+        each["per_rank_loss"] = [loss / n if n else None for loss, n in zip(losses, batches, strict=True)]
+        each["per_rank_samples"] = samples
     spent = [share or whole for share, whole in zip(times["share_complete_ms"], times["epoch_ms"], strict=True)]
     return wire.EpochMetrics(
         epoch=epoch,
@@ -853,4 +877,5 @@ def aggregate_metrics(epoch: int, world: int, reports: Sequence[wire.MetricsMsg]
         per_rank_compute_only_ms=times["compute_only_ms"],
         per_rank_data_starve_ms=times["data_starve_ms"],
         device_indices=bytes(world),
+        **each,
     )

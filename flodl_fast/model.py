@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._round import arrays_of
+from .signature import dtype_name, model_sig
 
 __all__ = ["Arrays", "Lane", "Model", "Slot", "Tensors", "norm"]
 
@@ -45,24 +46,31 @@ class Lane(Protocol):
 
     def slot(self, tensor: Any) -> Slot:
         """Host memory for a tensor, pinned where that makes copies faster."""
+        ...
 
     def begin(self) -> None:
         """Let later copies wait for all that the caller has given the device up to now."""
+        ...
 
     def down(self, slot: Slot) -> None:
         """Begin to copy a tensor to the host."""
+        ...
 
     def up(self, slot: Slot) -> None:
         """Begin to copy the host's values to a tensor."""
+        ...
 
     def mark(self) -> Callable[[], object]:
         """What waits on the host for the copies begun up to now."""
+        ...
 
     def end(self) -> None:
         """Let all that the caller gives the device from now on wait for the copies begun up to now."""
+        ...
 
     def squares(self, tensors: Sequence[Any]) -> float:
         """The sum of the squares of all values of these tensors, computed where they are."""
+        ...
 
 
 def lane_of(tensor: Any) -> Lane | None:
@@ -120,6 +128,9 @@ class Tensors:
             except TypeError as error:
                 raise TypeError(f"{what}: tensor {i}: {error}") from None
             memories.append(tensor)
+        for i, memory in enumerate(memories):  # A frame may hold bfloat16 as well, a worker's arrays may not.
+            if hasattr(memory, "dtype") and dtype_name(memory) != "float32":
+                raise TypeError(f"{what}: tensor {i}: expected float32, got {dtype_name(memory)}")
         try:
             self._arrays = arrays_of(memories)
         except TypeError as error:
@@ -154,7 +165,7 @@ class Tensors:
         self._waits = [lane.mark() for lane in self._lanes]
 
     def adopt(self, averages: Sequence[np.ndarray], alpha: float | None = None) -> None:
-        """Give the tensors these values, or with ``alpha`` go that share of the way; what is one of ``arrays`` stays."""
+        """Give the tensors these values, or with ``alpha`` go that share of the way; one of ``arrays`` stays."""
         arrays = self.arrays
         for lane in self._lanes:
             lane.begin()
@@ -191,20 +202,39 @@ class Model:
         self.sig = sig
 
     @classmethod
-    def of(cls, params: Iterable[Any] | Model, buffers: Iterable[Any]) -> Model:
-        """The model of what a worker is given.
+    def of(
+        cls, params: Mapping[str, Any] | Iterable[Any] | Model, buffers: Mapping[str, Any] | Iterable[Any]
+    ) -> Model:
+        """The model of what a worker is given; its names are known where it is mappings.
+
+        A mapping has all buffers of a model: those of other dtypes than float32 stay local.
 
         Raises:
             TypeError: as ``Tensors``; or buffers beside a Model, which has its own.
             ValueError: no parameters.
         """
         if not isinstance(params, Model):
-            params = Model(Tensors("params", params), Tensors("buffers", buffers))
+            params = cls._of_tensors(params, buffers)
         elif tuple(buffers):
             raise TypeError("a Model has buffers of its own: buffers= is for lists of arrays")
         if not len(params.params):
             raise ValueError("a worker needs at least one parameter")
         return params
+
+    @staticmethod
+    def _of_tensors(
+        params: Mapping[str, Any] | Iterable[Any], buffers: Mapping[str, Any] | Iterable[Any]
+    ) -> Model:
+        sig = None
+        if isinstance(buffers, (tuple, list)) and not buffers:
+            buffers = {}
+        if isinstance(params, Mapping):
+            if isinstance(buffers, Mapping):
+                sig = model_sig(params, buffers)
+            params = params.values()
+        if isinstance(buffers, Mapping):
+            buffers = [buffer for buffer in buffers.values() if dtype_name(buffer) == "float32"]
+        return Model(Tensors("params", params), Tensors("buffers", buffers), sig)
 
     @property
     def nbytes(self) -> int:

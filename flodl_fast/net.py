@@ -18,7 +18,9 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, Union
+from weakref import ref
 
+import ml_dtypes
 import numpy as np
 
 from . import protocol
@@ -37,14 +39,15 @@ from .errors import (
 )
 from .frames import Codec, MuxRecord
 from .messages import Message, RelayDeclareDead, RelayHello, RelayHelloAck, RelayMsg
-from .protocol import LENGTH_PREFIX, MUX_HEADER, MuxKind, RoundKind
-from .rounds import RoundFrame
+from .protocol import LENGTH_PREFIX, MUX_HEADER, MuxKind, Revision, RoundKind
+from .rounds import Elided, RoundFrame
 from .stream import FrameReader, FrameWriter
 
 __all__ = ["Deadlines", "scaled", "timeout_scale"]
 
 T = TypeVar("T")
 
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 READ_SIZE = 1 << 18  # bytes asked of a socket at once where frames are small
 GROWTH = 64 << 20  # bytes of a frame that are made room for before any has come
 
@@ -180,7 +183,9 @@ def no_answer(address: tuple[str, int], deadlines: Deadlines, error: Exception) 
 
 def handshake_failed(error: FlodlError) -> HandshakeError:
     """The handshake ends with this error."""
-    hint = "; a peer does so where salt, rank, world or revision differ" if isinstance(error, ChannelClosed) else ""
+    # It hangs up, or where revisions differ waits for bytes that do not come.
+    deaf = type(error) in (ChannelError, ChannelClosed)
+    hint = "; a peer does so where salt, rank, world or revision differ" if deaf else ""
     return HandshakeError(f"the handshake failed: {error}{hint}")
 
 
@@ -233,6 +238,7 @@ class Link(ABC):
     def __init__(self, deadlines: Deadlines) -> None:
         self.deadlines = deadlines
         self._reason: FlodlError | None = None
+        self._first: ref[FlodlError]
 
     @property
     def closed(self) -> bool:
@@ -252,22 +258,21 @@ class Link(ABC):
         except passes:
             raise
         except FlodlError as error:
-            if not self.shut(error):
-                raise _closed(self._reason) from self._reason
+            if (before := self.shut(error)) is not None:
+                raise _closed(before) from before
             raise
         except BaseException:
             self.shut(ChannelError("a call was interrupted"))
             raise
 
-    def shut(self, reason: FlodlError) -> bool:
-        """End the stream, which wakes whoever waits; whether it was open before."""
-        if self._reason is not None:
-            return False
-        # A copy, which is never raised: a traceback would hold on to its frames, these to the channel and to all of its
-        # memory, until the garbage collector comes by.
-        self._reason = copy(reason)
-        self._end()
-        return True
+    def shut(self, reason: FlodlError) -> FlodlError | None:
+        """End the stream, which wakes whoever waits; the reason that has ended it before, if another one has."""
+        if self._reason is None:
+            # A copy, which is never raised: a traceback would hold on to its frames, these to the channel and to all of
+            # its memory, until the garbage collector comes by.
+            self._first, self._reason = ref(reason), copy(reason)
+            self._end()
+        return None if self._first() is reason else self._reason
 
     @abstractmethod
     def _end(self) -> None: ...
@@ -289,12 +294,15 @@ class Channel:
             a JoinChannel.
         world: the number of ranks of the cluster; 0 on a JoinChannel.
         host: the host's name on a direct channel, from either end; None through a relay.
+        model_sigs: on a control channel of 0.8, what its ranks tell of their models: a signature each, in the order of
+            ``ranks``, or none of a relay that tells none. Empty on other channels.
         deadlines: the Deadlines in use.
     """
 
     ranks: tuple[int, ...] = ()
     world: int = 0
     host: str | None = None
+    model_sigs: tuple[bytes, ...] = ()
 
     def __init__(self, link: Link, codec: Codec, line: Line | None) -> None:
         self._link = link
@@ -302,6 +310,7 @@ class Channel:
         self.deadlines = link.deadlines
         if line is not None:
             self.ranks, self.world, self.host = line.ranks, line.world, line.host
+            self.model_sigs = line.model_sigs
 
     def __repr__(self) -> str:
         word = "rank" if len(self.ranks) == 1 else "ranks"
@@ -335,26 +344,28 @@ class Line:
         world: the number of ranks of the cluster.
         host: the host's name where frames go as mux records; None where each has a length prefix.
         served: seen from the controller's end.
+        model_sigs: as Channel's.
     """
 
     ranks: tuple[int, ...]
     world: int
     host: str | None = None
     served: bool = False
+    model_sigs: tuple[bytes, ...] = ()
 
     @classmethod
-    def of_rank(cls, rank: int, world: int, host: str | None) -> Line:
+    def of_rank(cls, rank: int, world: int, host: str | None, model_sigs: Iterable[bytes] = ()) -> Line:
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not in a world of {world}")
-        return cls((rank,), world, host)
+        return cls((rank,), world, host, model_sigs=tuple(model_sigs))
 
 
 def dial_control(codec: Codec, line: Line, wait: float) -> Steps[None]:
     """A rank's side of a control handshake."""
     if line.host is not None:
-        hello = RelayHello(line.host, list(line.ranks))
+        hello = RelayHello(line.host, list(line.ranks), list(line.model_sigs))
         return (yield from _dial_controller(codec, protocol.MAGIC_CHANNEL_CONTROL, hello, wait))
-    yield Send(codec.control_hello(line.ranks[0], line.world))
+    yield Send(codec.control_hello(line.ranks[0], line.world, *line.model_sigs))
     codec.check_control_ack((yield from _take(len(codec.control_ack()), wait)))
 
 
@@ -380,8 +391,11 @@ def serve(codec: Codec, world: int, deadlines: Deadlines) -> Steps[tuple[int, Li
     if magic == protocol.MAGIC_CHANNEL_JOIN:
         return magic, None
     if magic == protocol.MAGIC_CONTROL_HELLO:
-        hello = first + (yield from _take(protocol.VERSIONS[codec.revision].hello - len(first), wait))
-        line = _served([codec.check_control_hello(hello, world)[0]], world)
+        head = first + (yield from _take(protocol.GREETING - len(first), wait))
+        # Its version comes before its size: bytes that another revision does not send are not waited for.
+        hello = head + (yield from _take(codec.measure_control_hello(head) - len(head), wait))
+        rank, model_sig = codec.check_control_hello(hello, world)
+        line = _served([rank], world, model_sigs=() if model_sig is None else (model_sig,))
         yield Send(codec.control_ack())
         return protocol.MAGIC_CHANNEL_CONTROL, line
     if magic == protocol.MAGIC_DATA_HELLO:
@@ -393,7 +407,8 @@ def serve(codec: Codec, world: int, deadlines: Deadlines) -> Steps[tuple[int, Li
         record = yield from _take_record(codec, wait)
         if not isinstance(record.payload, RelayHello):
             raise HandshakeError(f"expected a RelayHello, got {record}")
-        line = _served(record.payload.ranks, world, record.payload.host)
+        told = record.payload
+        line = _served(told.ranks, world, told.host, tuple(told.model_sigs))
         yield Send(codec.encode_mux(MuxRecord(MuxKind.CONTROL, payload=RelayHelloAck())))
         return magic, line
     raise HandshakeError(f"the first bytes {first.hex()} ask for no channel that is served here")
@@ -406,10 +421,14 @@ def _dial_controller(codec: Codec, magic: int, hello: RelayHello, wait: float) -
         raise HandshakeError(f"expected a RelayHelloAck, got {record}")
 
 
-def _served(ranks: Sequence[int], world: int, host: str | None = None) -> Line:
+def _served(
+    ranks: Sequence[int], world: int, host: str | None = None, model_sigs: tuple[bytes, ...] = ()
+) -> Line:
     if not ranks or sorted(set(ranks)) != list(ranks) or ranks[-1] >= world:
         raise HandshakeError(f"ranks {list(ranks)} are not ascending in a world of {world}")
-    return Line(tuple(ranks), world, host, served=True)
+    if len(model_sigs) not in (0, len(ranks)):
+        raise HandshakeError(f"ranks {list(ranks)} come with {len(model_sigs)} model signatures")
+    return Line(tuple(ranks), world, host, served=True, model_sigs=model_sigs)
 
 
 def _magic(magic: int) -> bytes:
@@ -567,8 +586,11 @@ class Rounds:
             self._sent, self._expected = self._expected, self._sent
             self._out = _Scratch()
         self._frame = memoryview(b"")
-        self._layouts: dict[int, TensorLayout] = {}  # by tensor count: rounds of parameters, buffers, counts alternate
-        self._asked: tuple[TensorLayout, RoundKind, list[tuple[int, ...]]]
+        # A reply with bytes after its frame: 0.6 ignores them, and so does whoever serves (docs/wire.md §6).
+        self._trailing = "ignore" if line.served or codec.revision < Revision.V0_7 else "error"
+        self._elides = not line.served and not codec.revision < Revision.V0_8
+        self._layouts: dict[Any, TensorLayout] = {}  # rounds of parameters, buffers, counts, with data or without
+        self._asked: tuple[TensorLayout, RoundKind, Sequence[Any], str | None]
 
     def free(self) -> None:
         """Let go of the memory, for the channel is closed: its error's traceback may keep the rest of it for long."""
@@ -582,26 +604,35 @@ class Rounds:
         weight: float,
         out: Iterable[Any] | None,
         scale: float | None,
+        wire: str | None,
     ) -> memoryview:
         """The bytes that ask for a round, once ``out`` is known to fit the reply."""
-        arrays = arrays_of(arrays)
+        arrays = arrays_of(arrays, True)
         if out is not None:
             _check_targets(arrays, arrays_of(out))
-        return self.pack(arrays, kind, weight, scale)
+        if scale == 0 and self._elides:
+            arrays = [Elided(array.shape, _sent_dtype(array, wire)) for array in arrays]
+        return self.pack(arrays, kind, weight, scale, wire)
 
     def pack(
-        self, arrays: Iterable[Any], kind: RoundKind, weight: float, scale: float | None = None
+        self,
+        arrays: Iterable[Any],
+        kind: RoundKind,
+        weight: float,
+        scale: float | None = None,
+        wire: str | None = None,
     ) -> memoryview:
         """The bytes that carry a round frame."""
-        arrays = arrays_of(arrays)
-        layout = self._layouts.get(len(arrays)) or TensorLayout.of(arrays)
+        arrays = arrays_of(arrays, True)
+        key = len(arrays), wire, any(isinstance(array, Elided) for array in arrays)
+        layout = self._layouts.get(key) or TensorLayout.of(arrays, wire=wire)
         try:
             size = self._encode(layout, arrays, kind, weight, scale)
-        except TensorError:  # Other shapes than the last round of so many tensors.
-            layout = TensorLayout.of(arrays)
+        except TensorError:  # Other shapes than the last such round.
+            layout = TensorLayout.of(arrays, wire=wire)
             size = self._encode(layout, arrays, kind, weight, scale)
-        self._layouts[len(arrays)] = layout
-        self._asked = layout, RoundKind(kind), [array.shape for array in arrays]
+        self._layouts[key] = layout
+        self._asked = layout, RoundKind(kind), arrays, wire
         whole = self._out.view(MUX_HEADER + size)
         if self._mux:
             _seal(self._codec, self._sent, whole)
@@ -670,30 +701,30 @@ class Rounds:
         return size
 
     def take(self) -> RoundFrame:
-        """The frame that was received, in new arrays."""
-        return self._codec.decode_round(self._frame)
+        """The frame that was received, in new arrays; what it elides stays so."""
+        return self._codec.decode_round(self._frame, elided="keep")
 
     def adopt(self, out: Sequence[Any] | None, view: bool) -> RoundFrame:
         """The frame that was received, as the reply to the one that was asked for.
 
         Its tensors are ``out``; if that is None, new arrays, or with ``view`` read-only ones on the scratch.
         """
-        layout, asked, shapes = self._asked
+        layout, asked, arrays, wire = self._asked
         # What the header says is believed only once a decoder has checked the MAC.
         kind, weight = _HEAD.unpack_from(self._frame) if len(self._frame) >= _HEAD.size else (asked, 1.0)
         keep = out is not None and kind == RoundKind.MODEL and weight == 0
         targets: Sequence[Any] = out or ()
         if out is None and not view:
-            targets = [np.empty(shape, np.float32) for shape in shapes]
+            targets = [np.empty(array.shape, _dtype(array)) for array in arrays]
         if kind != asked or keep:
-            TensorLayout.from_frame(self._codec, self._frame)
+            TensorLayout.from_frame(self._codec, self._frame, trailing=self._trailing)
             if kind != asked:
                 raise TensorError(f"a {asked.name} round was asked for, the reply is {RoundKind(kind).name}")
         elif view:
-            targets = self._codec.decode_round(self._frame, copy=False).tensors
-            _check_reply([tensor.shape for tensor in targets], shapes)
+            targets = self._codec.decode_round(self._frame, copy=False, trailing=self._trailing).tensors
+            _check_reply(targets, arrays, wire)
         else:
-            layout.decode_into(self._codec, self._frame, targets)
+            layout.decode_into(self._codec, self._frame, targets, trailing=self._trailing)
         return RoundFrame(targets, asked, weight)
 
     def broadcast(self, arrays: Iterable[Any], root: int) -> Sequence[Any]:
@@ -703,7 +734,9 @@ class Rounds:
         arrays = arrays_of(arrays)
         if root in self._line.ranks:
             return arrays
-        return [np.broadcast_to(np.float32(0), array.shape) for array in arrays]
+        if self._elides:
+            return [Elided(array.shape, _sent_dtype(array, None)) for array in arrays]
+        return [np.broadcast_to(np.zeros((), array.dtype), array.shape) for array in arrays]
 
     def gather(self, value: float) -> np.ndarray:
         """What this rank gives to a gather."""
@@ -716,7 +749,17 @@ _HEAD = struct.Struct("<8xBd")  # a round frame's kind and weight
 _RECORD = struct.Struct("<IIBII")  # a mux record's header, up to the MAC
 
 
-def _check_targets(arrays: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> None:
+def _dtype(array: Any) -> Any:
+    """The dtype of an array's values, or of what stands for them."""
+    return (BFLOAT16 if array.dtype == "bf16" else np.float32) if isinstance(array, Elided) else array.dtype
+
+
+def _sent_dtype(array: Any, wire: str | None) -> str:
+    """The dtype that an array travels in, as Elided names it."""
+    return wire or ("bf16" if _dtype(array) == BFLOAT16 else "f32")
+
+
+def _check_targets(arrays: Sequence[Any], targets: Sequence[np.ndarray]) -> None:
     if len(targets) != len(arrays):
         raise TensorError(f"{len(arrays)} tensors to reduce, out has {len(targets)}")
     for i, (array, target) in enumerate(zip(arrays, targets, strict=True)):
@@ -726,12 +769,15 @@ def _check_targets(arrays: Sequence[np.ndarray], targets: Sequence[np.ndarray]) 
             raise ValueError(f"tensor {i}: out is read-only")
 
 
-def _check_reply(shapes: Sequence[tuple[int, ...]], asked: Sequence[tuple[int, ...]]) -> None:
-    if len(shapes) != len(asked):
-        raise TensorError(f"the reply has {len(shapes)} tensors, the request had {len(asked)}")
-    for i, (shape, expected) in enumerate(zip(shapes, asked, strict=True)):
-        if shape != expected:
-            raise TensorError(f"tensor {i}: the reply has shape {shape}, the request had {expected}")
+def _check_reply(tensors: Sequence[np.ndarray], asked: Sequence[Any], wire: str | None) -> None:
+    if len(tensors) != len(asked):
+        raise TensorError(f"the reply has {len(tensors)} tensors, the request had {len(asked)}")
+    for i, (tensor, array) in enumerate(zip(tensors, asked, strict=True)):
+        if tensor.shape != array.shape:
+            raise TensorError(f"tensor {i}: the reply has shape {tensor.shape}, the request had {array.shape}")
+        came, sent = _sent_dtype(tensor, None), _sent_dtype(array, wire)
+        if came != sent:
+            raise TensorError(f"tensor {i}: the reply is {came}, the request was {sent}")
 
 
 def _seal(codec: Codec, kind: MuxKind, whole: memoryview) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from .display import ROWS, count, table
+from .display import ROWS, plural, table
 from .errors import DecodeError
 from .inspection import Entry, inspect_frames
 from .protocol import Revision
@@ -80,7 +80,7 @@ class Capture:
         except DecodeError as error:
             end = f", then no frame: {error}"
         legs.discard(None)
-        counts = [count(frames, "frame"), count(size, "byte")]
-        counts += [count(len(legs), "leg")] if legs else []
+        counts = [plural(frames, "frame"), plural(size, "byte")]
+        counts += [plural(len(legs), "leg")] if legs else []
         counts += [f"{bad:,} faulty"] if bad else []
         return ", ".join(counts) + end

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any, BinaryIO, NamedTuple
 
@@ -136,10 +137,10 @@ class _Findings:
         self._limited = self._summary.frames == self._args.limit
 
     def _plot(self) -> int:
-        try:
-            from .plots import plot_run
-        except ImportError:
+        if find_spec("matplotlib") is None:
             return missing("matplotlib", "plot")
+        from .plots import plot_run
+
         if not plot_run(self._summary, self._args.plot):
             print("Nothing to draw: no Batch message and no round with times.", file=sys.stderr)
             return 1

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from . import _round
 from ._codec import plain_number
 from ._round import Elided, TensorLayout
@@ -45,7 +47,7 @@ class RoundFrame:
     __slots__ = ("kind", "tensors", "weight")
 
     def __init__(self, tensors: Iterable[Any], kind: RoundKind = RoundKind.MODEL, weight: float = 0.0) -> None:
-        self.tensors: list[Any] = list(_round.arrays_of(tensors, True))
+        self.tensors: list[np.ndarray] = list(_round.arrays_of(tensors, True))  # and Elided, which few have to see
         self.kind = kind if type(kind) is RoundKind else RoundKind(kind)
         self.weight = weight
 

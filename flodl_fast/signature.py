@@ -7,7 +7,12 @@ import struct
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["model_sig"]
+from .errors import EncodeError
+from .protocol import Revision
+
+__all__ = ["dtype_name", "model_sig", "told_signatures"]
+
+SIZE = 32
 
 # The crate's codes of element types, by the name that NumPy, PyTorch and JAX all give them.
 _CODES = {"int32": 3, "int64": 4, "float16": 5, "float32": 6, "float64": 7, "bfloat16": 15}
@@ -32,7 +37,7 @@ def model_sig(parameters: Named, buffers: Named = ()) -> bytes:
             if not isinstance(name, str):
                 raise TypeError(f"expected the name of a parameter or buffer, got {type(name).__name__}")
             try:
-                dtype, shape = str(array.dtype).rpartition(".")[2], tuple(array.shape)
+                dtype, shape = dtype_name(array), tuple(array.shape)
             except AttributeError:
                 raise TypeError(f"{name}: a {type(array).__name__} has no dtype and shape") from None
             if dtype not in _CODES:
@@ -40,3 +45,28 @@ def model_sig(parameters: Named, buffers: Named = ()) -> bytes:
             digest.update(tag + name.encode() + b"\0")
             digest.update(struct.pack(f"<iI{len(shape)}q", _CODES[dtype], len(shape), *shape))
     return digest.digest()
+
+
+def dtype_name(array: Any) -> str:
+    """The name of an array's dtype, whichever library's it is.
+
+    Raises:
+        AttributeError: it has none.
+    """
+    dtype = array.dtype
+    return str(getattr(dtype, "name", dtype)).rpartition(".")[2]
+
+
+def told_signatures(revision: Revision, model_sig: bytes | None) -> list[bytes]:
+    """What a rank's control handshake tells of its model: the signature from 0.8 on, nothing before (docs/wire.md §9).
+
+    Raises:
+        EncodeError: a signature that the revision does not have, or has and is not given, or of another size.
+    """
+    if model_sig is None and revision < Revision.V0_8:
+        return []
+    if model_sig is None or revision < Revision.V0_8 or len(model_sig) != SIZE:
+        wanted = "no model_sig" if revision < Revision.V0_8 else f"a model_sig of {SIZE} bytes"
+        given = "none" if model_sig is None else f"one of {len(model_sig)} bytes"
+        raise EncodeError(f"a control handshake of revision {revision.value} has {wanted}, {given} is given")
+    return [bytes(model_sig)]

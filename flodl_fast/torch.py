@@ -1,4 +1,5 @@
 """PyTorch modules as models of a worker (docs/frameworks.md)."""
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false  # without PyTorch it takes this file for it
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ class _Cuda(_Blocking):
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _running(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream)
+        stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return stream
 
 
 _BLOCKING = _Blocking()

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,13 +19,13 @@ import numpy as np
 from . import messages as wire
 from .channel import Address, ControlChannel, DataChannel
 from .convert import NewNcclSession, ShutdownWithSave, control_wire_to_msg
-from .display import count
+from .display import plural
 from .environment import Environment
 from .errors import ChannelClosed, ChannelError
 from .frames import Codec
 from .model import Arrays, Model, norm
 from .net import Deadlines
-from .protocol import RoundKind
+from .protocol import BF16_SINCE, Revision, RoundKind
 from .rounds import frame_ceiling, gamma_mass, mover_mass
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ __all__ = ["Plan", "Worker"]
 HEARTBEAT = 1.0  # seconds between two beacons
 NORM_EVERY = 10  # steps since the last average between two Batch messages with a parameter norm
 NO_NORM = 1e-10  # up to here the crate takes parameters for zero, and their divergence is 0
+SAMPLE_EVERY = 0.5  # seconds between two samples of resources at least
 
 _CONTROL: tuple[type[wire.ControlMsg], ...] = get_args(wire.ControlMsg)
 
@@ -111,8 +112,9 @@ class Worker:
     Args:
         params: the model's parameters: writable float32 arrays, of the same shapes and order at all ranks. NumPy
             arrays, tensors of PyTorch (``model.parameters()`` as it is), CUDA arrays, or anything with writable memory
-            by buffer protocol or, from NumPy 2.1 on, DLPack. They are never replaced: train them in place. Or all of
-            a model at once: ``flodl_fast.torch.Model(module)``, ``flodl_fast.jax.Model(tree)``.
+            by buffer protocol or, from NumPy 2.1 on, DLPack. They are never replaced: train them in place. A mapping
+            gives their names, too, which 0.8 compares. Or all of a model at once: ``flodl_fast.torch.Model(module)``,
+            ``flodl_fast.jax.Model(tree)``.
         rank: the rank to be.
         world: the number of ranks of the cluster.
         codec: the Codec of the cluster.
@@ -120,12 +122,17 @@ class Worker:
         control: the same for the relay's control port, or the controller's again.
         host: None through a relay; where the controller is dialled, the name of a host of which this is the rank.
         buffers: float32 arrays that are no parameters, such as running statistics, averaged over the ranks that
-            have trained. Leave those of other dtypes out: they stay local. None beside a Model.
+            have trained. Those of other dtypes stay local: leave them out of a list; a mapping has all, by name. None
+            beside a Model.
+        model_sig: what a rank of 0.8 tells of its model, and all ranks must tell the same: the 32 bytes of
+            ``flodl_fast.model_sig``; if None, a Model's or that of the mappings. Not told before 0.8.
         formation: begin with rank 0's values everywhere. All ranks of a cluster must agree on it: those of the
             crate's own trainer always do it, and where some do and others do not, both wait for ever.
         gamma: the cluster's exponent of work: parameters count with steps ** gamma.
         alpha: the elastic blend of the cluster's async policy, above 0 and at most 1: the share of the way to the
             average that the parameters go. None adopts the average.
+        bf16_wire: parameters and buffers travel in bfloat16 where they are averaged (0.7 on), rounded to it at each
+            end; they are added up in float32. All ranks of a cluster must agree on it.
         deadlines: other waits than ``Deadlines()``.
         on_checkpoint: called with the version where this rank is to save a checkpoint. An exception is reported to
             the coordinator, which then tries another rank.
@@ -135,6 +142,8 @@ class Worker:
         on_shutdown_save: called with a SaveReason where the run ends and the rank is to save before.
         on_message: called with every message of the coordinator once it has been served.
         resources: called for each report to the coordinator; returns a ResourceSample of this rank's host.
+        sample_resources: from 0.7 on, call it between the reports as well and tell the coordinator: with a step, where
+            the last time is 500 ms ago.
 
     Attributes:
         rank: as given.
@@ -151,13 +160,14 @@ class Worker:
 
     Raises:
         TypeError: an array that is not float32, not writable, or without memory to share; or a codec that is none.
-        ValueError: no parameters, or a rank that is not in the world.
+        ValueError: no parameters, a rank that is not in the world, ``bf16_wire`` at 0.6, or at 0.8 neither names nor
+            ``model_sig``.
         ChannelError, DecodeError: as the channels' ``connect`` and, for the formation, ``broadcast``.
     """
 
     def __init__(
         self,
-        params: Iterable[Any] | Model,
+        params: Mapping[str, Any] | Iterable[Any] | Model,
         *,
         rank: int,
         world: int,
@@ -165,10 +175,12 @@ class Worker:
         data: Address | socket.socket,
         control: Address | socket.socket,
         host: str | None = None,
-        buffers: Iterable[Any] = (),
+        buffers: Mapping[str, Any] | Iterable[Any] = (),
+        model_sig: bytes | None = None,
         formation: bool = True,
         gamma: float = 1.0,
         alpha: float | None = None,
+        bf16_wire: bool = False,
         deadlines: Deadlines | None = None,
         on_checkpoint: Callable[[int], object] | None = None,
         on_eval: Callable[[int], float] | None = None,
@@ -177,6 +189,7 @@ class Worker:
         on_shutdown_save: Callable[[wire.SaveReason], object] | None = None,
         on_message: Callable[[wire.ControlMsg], object] | None = None,
         resources: Callable[[], wire.ResourceSample] | None = None,
+        sample_resources: bool = False,
     ) -> None:
         if not isinstance(codec, Codec):
             raise TypeError(f"codec: expected a Codec, got {type(codec).__name__}")
@@ -194,6 +207,8 @@ class Worker:
         self._on_shutdown_save = on_shutdown_save
         self._on_message = on_message
         self._resources = resources
+        self._samples = sample_resources and not codec.revision < Revision.V0_7
+        self._sampled = -math.inf
         self._deadlines = deadlines or Deadlines()
         self._plans: deque[Plan] = deque()
         self._plan: Plan | None = None
@@ -205,7 +220,11 @@ class Worker:
         self._throttled = False
         self._epoch_role: int | None = None
         self._last_epoch: int | None = None
-        self._model = _Averaging(Model.of(params, buffers), gamma, alpha)
+        model = Model.of(params, buffers)
+        signature = _signature(codec.revision, model_sig or model.sig)
+        if bf16_wire and codec.revision < BF16_SINCE:
+            raise ValueError(f"revision {codec.revision.value} has no bf16_wire, which came with {BF16_SINCE.value}")
+        self._model = _Averaging(model, gamma, alpha, "bf16" if bf16_wire else None)
         self._stop = threading.Event()
         with ExitStack() as opened:
             self._data = opened.enter_context(
@@ -214,7 +233,9 @@ class Worker:
             if formation:
                 self._model.form(self._data)
             self._control = opened.enter_context(
-                ControlChannel.connect(control, codec, rank, world, host=host, deadlines=self._deadlines)
+                ControlChannel.connect(
+                    control, codec, rank, world, host=host, model_sig=signature, deadlines=self._deadlines
+                )
             )
             opened.pop_all()
         self._heart = threading.Thread(target=self._beat, name=f"heartbeat of flodl rank {rank}", daemon=True)
@@ -223,9 +244,9 @@ class Worker:
     @classmethod
     def from_env(
         cls,
-        params: Iterable[Any] | Model,
+        params: Mapping[str, Any] | Iterable[Any] | Model,
         *,
-        buffers: Iterable[Any] = (),
+        buffers: Mapping[str, Any] | Iterable[Any] = (),
         environment: Environment | None = None,
         **options: Any,
     ) -> Worker:
@@ -235,7 +256,7 @@ class Worker:
             params: as for ``Worker``.
             buffers: as for ``Worker``.
             environment: what ``Environment.read()`` gives, read here if None.
-            options: the keywords of ``Worker`` from ``formation`` on.
+            options: the keywords of ``Worker`` from ``model_sig`` on.
 
         Raises:
             ValueError: as ``Environment.read``.
@@ -243,11 +264,12 @@ class Worker:
         """
         env = environment or Environment.read()
         model = Model.of(params, buffers)
+        options.setdefault("sample_resources", env.rank_resources)
         return cls(
             model,
             rank=env.rank,
             world=env.world,
-            codec=Codec(env.salt, frame_ceiling=frame_ceiling(model.nbytes)),
+            codec=Codec(env.salt, env.revision, frame_ceiling=frame_ceiling(model.nbytes)),
             data=env.data,
             control=env.control,
             host=f"{env.host}/{env.rank}" if env.direct else None,
@@ -256,7 +278,7 @@ class Worker:
 
     def __repr__(self) -> str:
         state = "running" if self.ended is None else f"ended by {self.ended!r}"
-        return f"Worker(rank {self.rank} of {self.world}, {count(self.steps, 'step')}, {state})"
+        return f"Worker(rank {self.rank} of {self.world}, {plural(self.steps, 'step')}, {state})"
 
     @property
     def params(self) -> Arrays:
@@ -332,6 +354,7 @@ class Worker:
         self._send(wire.Batch(self.rank, batch_ms, data_ms, self.steps + 1, norm, loss))
         if lr is not None:
             self._send(wire.LrUpdate(self.rank, lr))
+        self._sample()
         self.steps += 1
         self._since_average += 1
         self._tally.add(samples, loss, batch_ms, data_ms)
@@ -383,6 +406,8 @@ class Worker:
         hardware: str | None = None,
     ) -> None:
         """Tell the launcher's dashboard about this rank; what is None is not told.
+
+        At 0.6 there is a dashboard only where a rank has told a port; from 0.7 on the rest is archived without one.
 
         Args:
             port: the port to serve the dashboard at.
@@ -467,6 +492,11 @@ class Worker:
 
     def _send(self, message: wire.Message) -> None:
         self._control.send(message)
+
+    def _sample(self) -> None:
+        if self._samples and self._resources is not None and time.monotonic() - self._sampled >= SAMPLE_EVERY:
+            self._sampled = time.monotonic()
+            self._send(wire.TimingResourceSample(self.rank, self._resources()))
 
     def _serve_one(self, timeout: float | None) -> bool:
         """Serve the next message; False if none came in time."""
@@ -610,7 +640,7 @@ class _Tally:
 class _Averaging:
     """The crate's arithmetic of averaging, on the model of a rank."""
 
-    def __init__(self, model: Model, gamma: float, alpha: float | None) -> None:
+    def __init__(self, model: Model, gamma: float, alpha: float | None, wire: str | None) -> None:
         if alpha is not None and not 0 < alpha <= 1:
             raise ValueError(f"alpha must be above 0 and at most 1, got {alpha}")
         self.params = model.params
@@ -618,9 +648,10 @@ class _Averaging:
         self._gamma = gamma
         self._alpha = alpha
         # Adoption waits until both rounds have succeeded, and a reply lies in the channel's memory only until the next
-        # round: that of the parameters is kept where buffers follow.
-        params = model.params.arrays if len(model.buffers) else None
-        self._kept = params and tuple(np.empty(array.shape, np.float32) for array in params)
+        # round: that of the parameters is kept where buffers follow. So is what comes in bfloat16, as float32.
+        self._wire = wire
+        self._kept_params = _like(model.params.arrays) if len(model.buffers) or wire else None
+        self._kept_buffers = _like(model.buffers.arrays) if wire else None
 
     def norm(self) -> float:
         return self.params.norm()
@@ -649,22 +680,37 @@ class _Averaging:
         params = own = self.params.arrays
         buffers = self.buffers.arrays
         if trained:
-            params = _reduce(data, own, gamma_mass(steps, self._gamma), self._kept)
+            params = self._reduce(data, own, gamma_mass(steps, self._gamma), self._kept_params)
             if buffers:
-                buffers = _reduce(data, buffers, mover_mass(steps), None)
+                buffers = self._reduce(data, buffers, mover_mass(steps), self._kept_buffers)
         before, after, distance = norm(own), norm(params), norm(own, params)
         self.params.adopt(params, self._alpha)
         self.buffers.adopt(buffers)
         return distance / after if after > NO_NORM else 0.0, after, before
 
+    def _reduce(self, data: DataChannel, arrays: Arrays, mass: float, out: Arrays | None) -> Arrays:
+        """The cohort's average of these arrays, or the arrays themselves where no rank's counts.
 
-def _reduce(data: DataChannel, arrays: Arrays, mass: float, out: Arrays | None) -> Arrays:
-    """The cohort's average of these arrays, or the arrays themselves where no rank's counts.
+        It is in ``out``, or if that is None in the channel's memory.
+        """
+        reply = data.all_reduce(arrays, RoundKind.MODEL, mass, out, scale=mass, view=out is None, wire=self._wire)
+        return tuple(reply.tensors) if reply.realized else arrays
 
-    It is in ``out``, or if that is None in the channel's memory.
-    """
-    reply = data.all_reduce(arrays, RoundKind.MODEL, mass, out, scale=mass, view=out is None)
-    return tuple(reply.tensors) if reply.realized else arrays
+
+def _like(arrays: Arrays) -> Arrays:
+    return tuple(np.empty(array.shape, np.float32) for array in arrays)
+
+
+def _signature(revision: Revision, model_sig: bytes | None) -> bytes | None:
+    """What the rank tells of its model."""
+    if revision < Revision.V0_8:
+        return None
+    if model_sig is None:
+        raise ValueError(
+            f"revision {revision.value} compares the models of all ranks by their names: give parameters (and buffers) "
+            "as mappings of names to arrays, such as dict(model.named_parameters()), or as a Model, or give model_sig="
+        )
+    return model_sig
 
 
 def _attempt(name: str, callback: Callable[[int], Any] | None, argument: int) -> tuple[Any, float, str | None]:

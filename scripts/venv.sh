@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes the virtual environment DIR from PYTHON, after a look at what the build in it needs: CPython >= 3.10 with its
 # venv module and headers, and a C compiler. A missing package is named; root on a system with apt-get gets it installed.
-#   venv.sh PYTHON DIR
+#   [VENV_FLAGS=--system-site-packages] venv.sh PYTHON DIR
 set -eu
 python=$1
 dir=$2
@@ -54,5 +54,5 @@ if [ -n "$missing" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; the
     look
 fi
 [ -z "$missing" ] || die "the build needs what this machine does not have:$missing"
-"$python" -m venv "$dir"
+"$python" -m venv ${VENV_FLAGS:-} "$dir"
 "$dir/bin/python" -m pip install --quiet --upgrade pip

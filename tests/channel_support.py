@@ -18,6 +18,7 @@ import flodl_fast as ff
 from flodl_fast import aio, channel, net
 
 CODEC = ff.Codec(SALT)
+SIGNATURES = {rank: bytes([rank]) * 32 for rank in range(3)}  # of models, where a revision tells them
 WAIT = 20.0  # seconds after which a test that waits has failed
 WAYS = ("relay", "direct")
 RANK, WORLD, HOST = 1, 3, "north"
@@ -82,26 +83,26 @@ class Flavour:
         self._open.append(channel)
         return channel
 
-    def connect(self, what: str, way: str, **deadlines: Any) -> tuple[Any, socket.socket]:
+    def connect(self, what: str, way: str, revision: str = "0.6", **deadlines: Any) -> tuple[Any, socket.socket]:
         """A channel of rank 1 in a world of 3, and the far end of its socket, the handshake done."""
         near, far = self.pair()
         cls = {"control": self.ControlChannel, "data": self.DataChannel}[what]
-        host = HOST if way == "direct" else None
-        made = running(
-            cls.connect, near, CODEC, RANK, WORLD, host=host, deadlines=net.Deadlines(**deadlines)
-        )
-        hello, ack = greeting(what, way)
+        options = {"host": HOST if way == "direct" else None, "deadlines": net.Deadlines(**deadlines)}
+        if what == "control" and revision == "0.8":
+            options["model_sig"] = SIGNATURES[RANK]
+        made = running(cls.connect, near, ff.Codec(SALT, revision), RANK, WORLD, **options)
+        hello, ack = greeting(what, way, revision=revision)
         assert exactly(far, len(hello)) == hello
         far.sendall(ack)
         return self.keep(made.result(WAIT)), far
 
     def serve(
-        self, what: str, way: str, ranks: tuple[int, ...] = (RANK,), **deadlines: Any
+        self, what: str, way: str, ranks: tuple[int, ...] = (RANK,), revision: str = "0.6", **deadlines: Any
     ) -> tuple[Any, socket.socket]:
         """A served channel, and the far end of its socket, the handshake done."""
         near, far = self.pair()
-        made = running(self.accept, near, CODEC, WORLD, deadlines=net.Deadlines(**deadlines))
-        hello, ack = greeting(what, way, ranks)
+        made = running(self.accept, near, ff.Codec(SALT, revision), WORLD, deadlines=net.Deadlines(**deadlines))
+        hello, ack = greeting(what, way, ranks, revision)
         far.sendall(hello)
         assert exactly(far, len(ack)) == ack
         return self.keep(made.result(WAIT)), far
@@ -115,19 +116,23 @@ class Flavour:
             self._loop.close()
 
 
-def greeting(what: str, way: str, ranks: tuple[int, ...] = (RANK,)) -> tuple[bytes, bytes]:
+def greeting(
+    what: str, way: str, ranks: tuple[int, ...] = (RANK,), revision: str = "0.6"
+) -> tuple[bytes, bytes]:
     """The hello of a channel and its answer."""
+    told = [SIGNATURES[rank] for rank in ranks if what == "control" and revision == "0.8"]
     if way == "direct":
         magic = CHANNEL_MAGIC[what].to_bytes(4, "little")
-        return magic + relay({"Hello": {"host": HOST, "ranks": list(ranks)}}), relay("HelloAck")
+        hello = {"host": HOST, "ranks": list(ranks)} | ({"model_sigs": [*map(list, told)]} if revision == "0.8" else {})
+        return magic + relay({"Hello": hello}, revision), relay("HelloAck", revision)
     if what == "control":
-        return ref.control_hello(SALT, ranks[0], WORLD), ref.control_ack(SALT)
-    return ref.data_hello(ranks[0], WORLD), ref.data_ack()
+        return ref.control_hello(SALT, ranks[0], WORLD, b"".join(told), revision), ref.control_ack(SALT, revision)
+    return ref.data_hello(ranks[0], WORLD, revision), ref.data_ack(revision)
 
 
-def relay(message: Any) -> bytes:
+def relay(message: Any, revision: str = "0.6") -> bytes:
     """A relay's or controller's own message."""
-    return ref.encode_mux(SALT, {"record": "Control", "msg": message})
+    return ref.encode_mux(SALT, {"record": "Control", "msg": message}, revision)
 
 
 def message_bytes(way: str, message: Any, rank: int = RANK) -> bytes:

@@ -37,6 +37,7 @@ class Recording:
     def __init__(self, data: bytes, salt: bytes, ranks: int) -> None:
         self.data, self.salt, self.ranks = data, salt, ranks
         self.records = list(read_capture(io.BytesIO(data)))
+        self.revision = self.records[0].revision
         self.legs: dict[tuple[str, Direction], list[Frame]] = defaultdict(list)
         self.frames: list[tuple[str, Direction, Frame]] = []
         for item in self.records:
@@ -49,21 +50,21 @@ class Recording:
         data, channel = bytes(item.data), item.leg.split()[2]
         match channel, item.direction:
             case "data", Direction.UP:
-                return Frame("data hello", ref.check_data_hello(data, self.ranks))
+                return Frame("data hello", ref.check_data_hello(data, self.ranks, self.revision))
             case "data", Direction.DOWN:
-                return Frame("data ack", ref.check_data_ack(data))
+                return Frame("data ack", ref.check_data_ack(data, self.revision))
             case "control", Direction.UP:
-                return Frame("control hello", ref.check_control_hello(self.salt, data, self.ranks))
-        return Frame("control ack", ref.check_control_ack(self.salt, data))
+                return Frame("control hello", ref.check_control_hello(self.salt, data, self.ranks, self.revision)[0])
+        return Frame("control ack", ref.check_control_ack(self.salt, data, self.revision))
 
     def _frame(self, item: Any) -> Frame:
         data = bytes(item.data)
         if item.leg.endswith("data"):
-            frame, left = ref.decode_round(self.salt, data)
+            frame, left = ref.decode_round(self.salt, data, revision=self.revision)
             tensors = [np.array(ref.floats(t), f32).reshape(t["shape"]) for t in frame["tensors"]]
             found = Frame("round", tensors, frame["kind"], frame["weight"])
         else:
-            kind, value, left = ref.decode_frame(self.salt, data)
+            kind, value, left = ref.decode_frame(self.salt, data, self.revision)
             found = Frame("Metrics", value, kind) if kind == "Metrics" else Frame(*ref.variant(value), kind)
         assert left == 0
         return found

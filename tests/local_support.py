@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import SALT
-from worker_support import CODEC, WAIT, Running, Stack
+from worker_support import WAIT, Running, Stack, named
 
 import flodl_fast as ff
 from flodl_fast.local import LocalCluster
@@ -33,7 +33,8 @@ AGENT = [sys.executable, "-m", "flodl_fast", "join"]
 class LocalStack:
     """LocalCluster with the options and the output of `peer stack`."""
 
-    def __init__(self, *options: Any, dial_in: float | None = None) -> None:
+    def __init__(self, *options: Any, revision: str = "0.6", dial_in: float | None = None) -> None:
+        self.codec = ff.Codec(SALT, revision)
         parser = argparse.ArgumentParser()
         parser.add_argument("--hosts", default="0,1")
         parser.add_argument("--policy", choices=["sync"])
@@ -42,8 +43,8 @@ class LocalStack:
         args = parser.parse_args(list(map(str, options)))
         self.world = args.hosts.replace(";", ",").count(",") + 1
         self._cluster = LocalCluster(
-            self.world, args.samples, args.batch, args.epochs, salt=SALT, heartbeat_timeout=args.heartbeat_timeout,
-            dial_in=dial_in,
+            self.world, args.samples, args.batch, args.epochs, salt=SALT, revision=revision,
+            heartbeat_timeout=args.heartbeat_timeout, dial_in=dial_in,
         )  # fmt: skip
 
     def options(self, rank: int, direct: bool = False) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class LocalStack:
         if direct:
             data = control = self.controller
         host = f"direct{rank}" if direct else None
-        return {"rank": rank, "world": self.world, "codec": CODEC, "data": data, "control": control, "host": host}
+        return {"rank": rank, "world": self.world, "codec": self.codec, "data": data, "control": control, "host": host}
 
     def lines(self, timeout: float = WAIT) -> list[dict[str, Any]]:
         """What `peer stack` prints after its first line, once the run is over."""
@@ -86,11 +87,11 @@ class LocalStack:
 
 @pytest.fixture(params=["crate", "local"])
 def stack(request: pytest.FixtureRequest) -> Callable[..., Stack | LocalStack]:
-    """Starts the crate's controller, or a LocalCluster, with the options of `peer stack`."""
+    """Starts the crate's controller, or a LocalCluster, with the options of `peer stack` and a revision."""
     if request.param == "local":
         return LocalStack
-    binary = request.getfixturevalue("peer_binary")
-    return lambda *options: Stack(binary, *options)
+    build = request.getfixturevalue("peer_build")
+    return lambda *options, revision="0.6": Stack(build(revision), *options, revision=revision)
 
 
 class Trained:
@@ -127,7 +128,8 @@ def train(
     seen = seen or Trained()
     rank = options["rank"]
     seen.params = [np.full(size, rank, np.float32), np.full((2, 3), -rank, np.float32)][:tensors]
-    with Worker(seen.params, on_message=seen.messages.append, **{"formation": False, **options}) as worker:
+    options = {"formation": False, **options}
+    with Worker(named(seen.params), on_message=seen.messages.append, **options) as worker:
         for plan in worker.plans():
             for picks in plan.batches(batch):
                 seen.picks.setdefault(plan.epoch, []).extend(picks.tolist())

@@ -71,13 +71,14 @@ def linked(packet, link):
 def pcap(packets, link=ETHERNET, order="<", nanoseconds=False, cut=None, step=1_000_000):
     """A pcap file of these packets, `step` nanoseconds apart, of which at most `cut` bytes are kept."""
     magic = 0xA1B23C4D if nanoseconds else 0xA1B2C3D4
-    file = struct.pack(order + "IHHiIII", magic, 2, 4, 0, 0, cut or 65535, link)
+    file = bytearray()
+    file += struct.pack(order + "IHHiIII", magic, 2, 4, 0, 0, cut or 65535, link)
     for i, packet in enumerate(packets):
         data = linked(packet, link)
         fraction = i * step // (1 if nanoseconds else 1000)
         kept = data[:cut]
         file += struct.pack(order + "4I", 1_700_000_000, fraction, len(kept), len(data)) + kept
-    return file
+    return bytes(file)
 
 
 def block(order, kind, body):
@@ -87,7 +88,8 @@ def block(order, kind, body):
 
 def pcapng(packets, links=(ETHERNET,), order="<", ticks=None, old=False):
     """A pcapng file of these packets, a millisecond apart, on several interfaces by turns."""
-    file = block(order, 0x0A0D0D0A, struct.pack(order + "IHHq", 0x1A2B3C4D, 1, 0, -1))
+    file = bytearray()
+    file += block(order, 0x0A0D0D0A, struct.pack(order + "IHHq", 0x1A2B3C4D, 1, 0, -1))
     option = b"" if ticks is None else struct.pack(order + "HHB3xHH", 9, 1, ticks, 0, 0)
     for link in links:
         file += block(order, 1, struct.pack(order + "HHI", link, 0, 0) + option)
@@ -99,4 +101,4 @@ def pcapng(packets, links=(ETHERNET,), order="<", ticks=None, old=False):
         head = struct.pack(order + ("HH" if old else "I"), *((i % len(links), 0) if old else (i % len(links),)))
         head += struct.pack(order + "4I", time >> 32, time & 0xFFFFFFFF, len(data), len(data))
         file += block(order, 2 if old else 6, head + data)
-    return file
+    return bytes(file)

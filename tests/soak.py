@@ -32,7 +32,7 @@ from flodl_fast.worker import Worker
 WORLD, BATCH, EPOCHS = 3, 4, 10
 VICTIM = 2  # the rank that is killed; the others live through all runs
 KILL_EVERY = 5  # runs
-WARM_UP = 6  # runs of a process before its memory is taken for what it needs
+WARM_UP = 20  # runs of a process before its memory is taken for what it needs
 GROWTH = 8 << 20  # bytes that its memory may grow by from then on
 RUN_LIMIT = 180.0  # seconds
 SIZES = (1000, 50_000)  # values of the model

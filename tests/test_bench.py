@@ -35,7 +35,7 @@ def test_an_object(capsys):
 def test_tables(capsys):
     assert main(["bench", "--quick"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("  Batch: decode")][0].split()[-1] == "1,000"
+    assert next(line for line in lines if line.startswith("  Batch: decode")).split()[-1] == "1,000"
     (header,) = [line for line in lines if "GB/s" in line]
     assert header.split() == ["GB/s", "4", "KiB", "16", "KiB", "64", "KiB", "256", "KiB", "1", "MiB"]
     assert [line.strip()[: len(name)] for line, name in zip(lines[-6:], ROUNDS, strict=True)] == ROUNDS
@@ -48,7 +48,7 @@ def test_a_picture(capsys, tmp_path):
 
 
 def test_a_picture_without_matplotlib(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, "flodl_fast.plots", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "--quick", "--plot", str(tmp_path / "rates.png")]) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "matplotlib is not installed: pip install 'flodl_fast[plot]'\n")

@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from channel_support import (
     CODEC,
     HOST,
     RANK,
+    SIGNATURES,
     WAIT,
     WAYS,
     WORLD,
@@ -31,7 +33,7 @@ from channel_support import (
     round_bytes,
     running,
 )
-from conftest import SALT
+from conftest import REVISIONS, SALT
 
 import flodl_fast as ff
 from flodl_fast import net
@@ -432,7 +434,7 @@ def test_liveness_counts_from_the_last_message(flavour, monkeypatch):
         channel.recv(liveness=10)
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signals that interrupt")
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals that interrupt")
 @BOTH
 def test_what_a_signal_handler_raises_inside_a_frame_closes(way):
     """TimeoutError is what such handlers like to raise; it is no wait of ours."""
@@ -441,14 +443,18 @@ def test_what_a_signal_handler_raises_inside_a_frame_closes(way):
         raise TimeoutError("the alarm")
 
     flavour = Flavour("blocking")
-    channel, _ = flavour.connect("control", way)
+    channel, far = flavour.connect("control", way)
     before = signal.signal(signal.SIGALRM, ring)
+
+    def alarm():
+        exactly(far, 1)  # A frame has begun, and is larger than what fits between the two ends.
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        running(alarm)
         with pytest.raises(TimeoutError, match="the alarm"):
             channel.send(ff.DashboardSetMetadata(RANK, "x" * (8 << 20)))
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(ff.ChannelClosed, match="a call was interrupted"):
         channel.send(ff.Exiting(RANK))
@@ -612,7 +618,8 @@ def test_rounds_cross_as_the_oracle_frames_them(flavour, way):
 def test_layouts_are_kept_between_rounds(flavour, monkeypatch):
     channel, far = flavour.connect("data", "relay")
     made = []
-    layouts = SimpleNamespace(of=lambda arrays: made.append(len(arrays)) or ff.TensorLayout.of(arrays))
+    of = ff.TensorLayout.of
+    layouts = SimpleNamespace(of=lambda arrays, wire: made.append(len(arrays)) or of(arrays, wire=wire))
     monkeypatch.setattr(net, "TensorLayout", layouts)
     for shapes in 3 * ([(3,)], [(2, 3), (4,)]):  # As counts and parameters alternate.
         mine = arrays(*shapes)
@@ -1088,3 +1095,128 @@ def test_which_deadlines_are_scaled(monkeypatch):
     assert Deadlines() == Deadlines(
         attempts=60, pause=0.5, first_bytes=5, handshake=10, write_stall=30, reply=120, starvation=60, liveness=30
     )
+
+
+# -------------------------------------------------------------------------------------------------------- revisions
+
+REVISION_PAIRS = [(mine, theirs) for mine in REVISIONS for theirs in REVISIONS if mine != theirs]
+VERSIONS = {"control": {"0.6": 2, "0.7": 2, "0.8": 4}, "data": {"0.6": 2, "0.7": 2, "0.8": 3}}
+
+
+@BOTH
+@CHANNELS
+def test_the_handshakes_of_each_revision_are_the_oracles(flavour, what, way, revision):
+    channel, _ = flavour.connect(what, way, revision)
+    told = (SIGNATURES[RANK],) if what == "control" and revision == "0.8" else ()
+    assert channel.model_sigs == told
+    served, _ = flavour.serve(what, way, revision=revision)
+    assert (served.ranks, served.model_sigs) == ((RANK,), told)
+
+
+def test_a_relay_tells_the_signatures_of_all_its_ranks(flavour):
+    channel, _ = flavour.serve("control", "direct", (0, 2), "0.8")
+    assert (channel.ranks, channel.model_sigs) == ((0, 2), (SIGNATURES[0], SIGNATURES[2]))
+
+
+def hello_of_two(signatures):
+    record = {"Hello": {"host": HOST, "ranks": [0, 2], "model_sigs": [list(SIGNATURES[0])] * signatures}}
+    return CHANNEL_MAGIC["control"].to_bytes(4, "little") + relay(record, "0.8")
+
+
+@pytest.mark.parametrize("signatures", [0, 1, 3])
+def test_a_relay_tells_all_signatures_or_none(flavour, signatures):
+    near, far = flavour.pair()
+    made = running(flavour.accept, near, ff.Codec(SALT, "0.8"), WORLD)
+    far.sendall(hello_of_two(signatures))
+    if signatures == 0:
+        assert flavour.keep(made.result(WAIT)).model_sigs == ()
+        return
+    with pytest.raises(ff.HandshakeError, match=rf"ranks \[0, 2\] come with {signatures} model signatures"):
+        made.result(WAIT)
+
+
+@pytest.mark.parametrize(
+    ("revision", "options", "error"),
+    [
+        ("0.6", {"model_sig": bytes(32)}, "revision 0.6 has no model_sig, one of 32 bytes is given"),
+        ("0.7", {"model_sig": bytes(32)}, "revision 0.7 has no model_sig, one of 32 bytes is given"),
+        ("0.8", {}, "revision 0.8 has a model_sig of 32 bytes, none is given"),
+        ("0.8", {"model_sig": bytes(31)}, "revision 0.8 has a model_sig of 32 bytes, one of 31 bytes is given"),
+    ],
+)
+@BOTH
+def test_a_signature_that_does_not_fit_the_revision_is_not_sent(flavour, way, revision, options, error):
+    near, far = flavour.pair()
+    with near, pytest.raises(ff.EncodeError, match=error):
+        flavour.ControlChannel.connect(
+            near, ff.Codec(SALT, revision), RANK, WORLD, host=HOST if way == "direct" else None, **options
+        )
+    assert exactly(far, 1) == b""
+
+
+@CHANNELS
+@pytest.mark.parametrize(("mine", "theirs"), [p for p in REVISION_PAIRS if "0.8" in p])
+def test_a_hello_of_another_revision_is_refused_at_once(flavour, what, mine, theirs):
+    """Its first bytes say so: none that the other revision does not send are waited for."""
+    near, far = flavour.pair()
+    made = running(flavour.accept, near, ff.Codec(SALT, mine), WORLD)
+    far.sendall(greeting(what, "relay", revision=theirs)[0])
+    found, expected = (VERSIONS[what][revision] for revision in (theirs, mine))
+    names = "0.8" if theirs == "0.8" else "0.6 or 0.7"
+    error = rf"{what} hello version {found} \(of {names}\), revision {mine} has {expected}"
+    with pytest.raises(ff.HandshakeError, match=error) as raised:
+        made.result(net.Deadlines().handshake / 2)
+    assert isinstance(raised.value.__cause__, ff.VersionMismatchError)
+
+
+@CHANNELS
+@pytest.mark.parametrize(("mine", "theirs"), [p for p in REVISION_PAIRS if "0.8" in p])
+def test_an_ack_of_another_revision_is_refused(flavour, what, mine, theirs):
+    near, far = flavour.pair()
+    signature = {"model_sig": SIGNATURES[RANK]} if (what, mine) == ("control", "0.8") else {}
+    connect = {"control": flavour.ControlChannel, "data": flavour.DataChannel}[what].connect
+    made = running(connect, near, ff.Codec(SALT, mine), RANK, WORLD, **signature)
+    far.sendall(greeting(what, "relay", revision=theirs)[1])
+    with pytest.raises(ff.HandshakeError, match=rf"{what} ack version {VERSIONS[what][theirs]} ") as raised:
+        made.result(WAIT)
+    assert isinstance(raised.value.__cause__, ff.VersionMismatchError)
+
+
+def test_silence_after_a_hello_may_mean_another_revision(flavour):
+    near, _ = flavour.pair()
+    deadlines = Deadlines(handshake=0.05)
+    with pytest.raises(ff.HandshakeError, match=r"nothing for 0.05 s; a peer does so where .* or revision differ"):
+        flavour.ControlChannel.connect(near, CODEC, RANK, WORLD, deadlines=deadlines)
+
+
+@BOTH
+def test_bytes_after_a_reply(flavour, way, revision):
+    """0.6 ignores what is left inside a prefix or a record, 0.7 and 0.8 end the stream."""
+    channel, far = flavour.connect("data", way, revision)
+    params, out = arrays((2, 3)), arrays((2, 3), start=50)
+    body = CODEC.encode_round(ff.RoundFrame(params, CONTROL, 0.0)) + b"more"
+    reply = ref.add_prefix(body)
+    if way == "direct":
+        reply = ref.encode_mux(SALT, {"record": "Broadcast", "payload": body.hex()})
+    made = running(channel.all_reduce, params, CONTROL, 0.0, out)
+    far.sendall(reply)
+    if revision == "0.6":
+        assert equal(made.result(WAIT).tensors, params)
+        return
+    with pytest.raises(ff.TrailingDataError, match="4 extra bytes"):
+        made.result(WAIT)
+    assert equal(out, arrays((2, 3), start=50))
+    assert channel.closed
+
+
+@BOTH
+def test_a_reply_in_several_writes(flavour, way, revision):
+    """From 0.7 on peers write prefix and body one after the other, and the body in parts."""
+    channel, far = flavour.connect("data", way, revision)
+    params = arrays((2, 3), (), start=7)
+    reply = round_bytes(way, ff.RoundFrame(params, CONTROL, 0.0))
+    made = running(channel.all_reduce, arrays((2, 3), ()), CONTROL, 0.0)
+    for cut in ((0, 4), (4, 21), (21, 22), (22, len(reply))):
+        far.sendall(reply[slice(*cut)])
+        time.sleep(0.002)
+    assert equal(made.result(WAIT).tensors, params)

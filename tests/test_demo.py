@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 def record(recipe: demo.Recipe = RECIPE) -> Run:
     file = io.BytesIO()
-    tap = demo.Tap(CODEC, CaptureWriter(file))
+    tap = demo.Tap(ff.Codec(SALT, recipe.revision), CaptureWriter(file, revision=recipe.revision))
     epochs: list[tuple[int, float, float]] = []
     cluster = demo.local_cluster(recipe, SALT.hex())
     networks = demo.train(recipe, SALT.hex(), (TRAINING, HELD_OUT), tap, cluster, lambda *epoch: epochs.append(epoch))
@@ -71,6 +71,18 @@ def recorded() -> Run:
 
 
 # ---------------------------------------------------------------------------------------------------- what crosses
+
+
+@pytest.mark.parametrize("revision", ["0.7", "0.8"])
+def test_later_revisions(revision, threads):
+    """The same run on another wire: the oracle of that revision reads every frame, and 0.8 forms without zeros."""
+    run = record(replace(LOCKSTEP, revision=revision))
+    assert run.traffic.revision == revision
+    check_order(run.traffic)
+    assert [metrics["per_rank_samples"] for metrics in run.traffic.control(1, Direction.DOWN, "EpochAggregated")] == [
+        [83] * 3
+    ] * LOCKSTEP.epochs
+    assert len({b"".join(p.tobytes() for p in network.parameters) for network in run.networks}) == 1
 
 
 def test_every_leg_begins_with_its_handshake(recorded):

@@ -69,7 +69,8 @@ def test_long_values_are_abbreviated():
     svg = repr(ff.DashboardSetSvg(0, "<svg>" + "x" * 10**6))
     assert len(svg) < 200
     assert svg.startswith("DashboardSetSvg(rank=0, svg='<svg>xxx")
-    assert repr(ff.NewNcclSession(bytes(128), 1, 2)) == "NewNcclSession(uid_bytes=<128 bytes>, new_rank=1, new_world_size=2)"
+    session = ff.NewNcclSession(bytes(128), 1, 2)
+    assert repr(session) == "NewNcclSession(uid_bytes=<128 bytes>, new_rank=1, new_world_size=2)"
     many = ff.EpochAggregated(ff.EpochMetrics(4, {f"scalar {i}": 0.5 for i in range(10**4)}))
     assert repr(many).startswith("EpochAggregated(metrics=EpochMetrics(epoch=4, scalars={'scalar 0': 0.5, ")
     assert len(repr(many)) < 500

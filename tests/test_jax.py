@@ -161,7 +161,8 @@ def test_the_signature_is_of_paths_dtypes_and_shapes(tree, state):
         (b"B", b"mean", 6, 2), (b"B", b"steps", 3),
     ]
     plain = b"".join(
-        tag + name + b"\0" + struct.pack(f"<iI{len(dims)}q", code, len(dims), *dims) for tag, name, code, *dims in entries
+        tag + name + b"\0" + struct.pack(f"<iI{len(dims)}q", code, len(dims), *dims)
+        for tag, name, code, *dims in entries
     )
     assert module.Model(tree, state).sig == sha256(plain).digest()
 

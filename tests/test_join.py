@@ -50,13 +50,19 @@ class Window:
             raise
 
     def form(
-        self, ranks: list[int] | None = None, *, salt: bytes | None = None, host: str = "node", wait: int = 60
+        self,
+        ranks: list[int] | None = None,
+        *,
+        salt: bytes | None = None,
+        host: str = "node",
+        wait: int = 60,
+        revision: str = "0.6",
     ) -> tuple[JoinChannel, ff.JoinHello]:
         """Admit an agent and form its world; with a pre-shared salt if one is given."""
-        channel, hello = self.admit(OPEN if salt is None else ff.Codec(salt))
+        channel, hello = self.admit(ff.Codec(bytes(16) if salt is None else salt, revision))
         ranks = list(range(len(hello.local_devices))) if ranks is None else ranks
         channel.send(ff.JoinAccept(ranks, SALT.hex() if salt is None else None, wait))
-        channel.rekey(CODEC)
+        channel.rekey(ff.Codec(SALT, revision))
         channel.send(ff.JoinWorldFormed(envelope(self.port, ranks, hello, host)))
         return channel, hello
 
@@ -154,6 +160,35 @@ def test_offer_environment_output_and_exit_codes(window, capfd, monkeypatch):
     assert "admitted as rank 3, 4; waiting for the world, up to 60 s" in err
     assert "the world has formed" in err
     assert SALT.hex() not in out + err
+
+
+LATER = "--run-id", "a run", "--nccl-version", "2.21.5", "--model-sig", "cd" * 32
+
+
+@pytest.mark.parametrize("given", [(), LATER], ids=["nothing", "all"])
+def test_an_offer_at_0_8(window, capfd, given):
+    show = "import os; print(os.environ['FLODL_FAST_REVISION'])"
+
+    def script() -> ff.JoinHello:
+        channel, hello = window.form(revision="0.8")
+        with channel:
+            reports(channel)
+        return hello
+
+    code, hello = joining(window, script, "--revision", "0.8", *given, *python(show))
+    assert code == Exit.OK
+    told = (hello.run_id, hello.nccl_version, hello.model_sig)
+    assert told == (("a run", (2, 21, 5), b"\xcd" * 32) if given else (None, None, None))
+    assert "[rank 0] 0.8\n" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("older", ["0.6", "0.7"])
+@pytest.mark.parametrize(
+    ("option", "field"), [(LATER[:2], "run_id"), (LATER[2:4], "nccl_version"), (LATER[4:], "model_sig")]
+)
+def test_what_an_older_revision_cannot_tell(window, capfd, older, option, field):
+    assert join.run(parse(window.address, "--revision", older, *option, "--", "true")) == Exit.USAGE
+    assert f"JoinHello.{field}" in capfd.readouterr().err
 
 
 def test_pre_shared_salt(window, tmp_path):
@@ -463,6 +498,9 @@ def test_a_world_that_does_not_form_and_what_is_shown_meanwhile(window, capfd, m
         ok + json.dumps(state).encode(),
         ok + json.dumps(state).encode(),
         ok + json.dumps({**state, "joined_ranks": 2, "joined_hosts": 2, "target_ranks": None}).encode(),
+        ok + json.dumps({**state, "phase": "staging", "start_mode": "manual", "start_armed": False}).encode(),
+        ok + json.dumps({**state, "phase": "staging", "start_mode": "hybrid", "start_armed": True}).encode(),
+        ok + json.dumps({**state, "start_mode": "auto", "start_armed": False}).encode(),
         b"HTTP/1.1 404 Not Found\r\nConnection: close\r\n\r\n",
     ]
 
@@ -470,18 +508,21 @@ def test_a_world_that_does_not_form_and_what_is_shown_meanwhile(window, capfd, m
         channel, _ = window.admit()
         with channel:
             channel.send(ff.JoinAccept([0], SALT.hex(), 0))
-            asked = [window.serve_page() for _ in range(4)]
+            asked = [window.serve_page() for _ in range(7)]
             with pytest.raises(ff.ChannelClosed):
                 channel.recv(WAIT)
             return asked
 
     code, asked = joining(window, script, "--", "true")
     assert code == Exit.TIMED_OUT
-    assert asked == [b"GET /state.json HTTP/1.1"] * 4
+    assert asked == [b"GET /state.json HTTP/1.1"] * 7
     said = [line.partition("join: ")[2] for line in capfd.readouterr().err.splitlines()]
     assert [line.partition(", up to")[0] for line in said[2:]] == [
         "waiting: 1 of 3 ranks on 1 host(s)",
         "waiting: 2 of at least 2 ranks on 2 host(s)",
+        "staging: 1 of 3 ranks on 1 host(s), start manual",
+        "staging: 1 of 3 ranks on 1 host(s), start hybrid and given",
+        "waiting: 1 of 3 ranks on 1 host(s)",
         "still waiting",
         "the world has not formed in time",
     ]
@@ -522,6 +563,7 @@ def test_defaults(monkeypatch):
     monkeypatch.setenv("FLODL_HOST_NAME", "named")
     args = parse("localhost:1", "--", "run")
     assert (args.host, args.devices, args.salt, args.dataset_sig) == ("named", b"\0", None, bytes(32))
+    assert (args.revision, args.run_id, args.nccl_version, args.model_sig) == ("0.6", None, None, None)
     monkeypatch.delenv("FLODL_HOST_NAME")
     assert parse("localhost:1", "--", "run").host == socket.gethostname()
 
@@ -537,6 +579,9 @@ def test_defaults(monkeypatch):
         (["h:1", "--devices", "256", "--", "x"], "expected different numbers from 0 to 255"),
         (["h:1", "--devices", "", "--", "x"], "expected different numbers from 0 to 255"),
         (["h:1", "--dataset-sig", "abc", "--", "x"], "expected 64 hex digits, got 'abc'"),
+        (["h:1", "--model-sig", "abc", "--", "x"], "expected 64 hex digits, got 'abc'"),
+        (["h:1", "--nccl-version", "2.21", "--", "x"], "expected three numbers with points between, got '2.21'"),
+        (["h:1", "--revision", "0.5", "--", "x"], "invalid choice: '0.5'"),
         (["h:1", "--salt-file", "/no/such/file", "--", "x"], "cannot read a salt from /no/such/file: "),
     ],
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 import time
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 import pytest
 from local_support import LocalStack, Trained, start, train
@@ -18,6 +20,7 @@ from flodl_fast.channel import ControlChannel, DataChannel, JoinChannel
 from flodl_fast.environment import Environment
 from flodl_fast.local import LocalCluster, LocalResult, aggregate_metrics
 from flodl_fast.net import Deadlines
+from flodl_fast.protocol import Revision
 from flodl_fast.worker import Worker
 
 f32 = np.float32
@@ -284,6 +287,18 @@ def test_metrics_of_several_reports_a_rank():
         per_rank_data_starve_ms=[2.0, 0.0, 4.0],
         device_indices=bytes(3),
     )
+
+
+@pytest.mark.parametrize("newer", [Revision.V0_7, Revision.V0_8])
+def test_metrics_of_each_rank_from_0_7_on(newer):
+    reports = [
+        ff.MetricsMsg(0, 5, 2.0, 3, samples_processed=30), ff.MetricsMsg(0, 5, 4.0, 1, samples_processed=10),
+        ff.MetricsMsg(2, 5, 1.0, 6, samples_processed=60),
+    ]  # fmt: skip
+    metrics = aggregate_metrics(5, 3, reports, revision=newer)
+    assert (metrics.per_rank_loss, metrics.per_rank_samples) == ([(3 * 2.0 + 4.0) / 4, None, 1.0], [40, 0, 60])
+    metrics.per_rank_loss = metrics.per_rank_samples = []
+    assert metrics == aggregate_metrics(5, 3, reports)
 
 
 def test_metrics_of_nothing():
@@ -593,6 +608,7 @@ def test_environment():
         assert direct.data == direct.control == cluster.address
         relay = Environment.read(cluster.environment(0, route="relay"))
         assert (relay.data, relay.control) == (("127.0.0.1", port + 4), ("127.0.0.1", port + 5))
+        assert (direct.revision, relay.revision) == (Revision.V0_6,) * 2
         with pytest.raises(ValueError, match="rank 3 is not in a world of 3"):
             cluster.environment(3)
 
@@ -613,6 +629,65 @@ def test_worker_from_the_environment():
         ranks = [Running(life, rank, route) for rank, route in enumerate(("direct", "relay"))]
         assert [rank.result().tolist() for rank in ranks] == [[0.5] * 4] * 2
         cluster.wait(WAIT)
+
+
+def test_a_run_of_each_revision_in_bf16(revision):
+    """Workers of the environment; at 0.7 and 0.8 in bfloat16, rounded before and after the division."""
+    wire = revision != "0.6"
+
+    def life(rank: int) -> np.ndarray:
+        weight = np.zeros(3, f32)
+        environment = Environment.read({**cluster.environment(rank), "FLODL_HOST_NAME": "localhost"})
+        sample = ff.ResourceSample(ram_used_bytes=1)
+        options = {"bf16_wire": wire, "resources": lambda: sample, "sample_resources": True}
+        with Worker.from_env({"weight": weight}, environment=environment, **options) as worker:
+            for plan in worker.plans():
+                for _ in plan.batches(1):
+                    weight += f32(1 / 3) * (rank + 1)
+                    worker.step(float(rank))
+        return weight
+
+    with LocalCluster(3, samples=3, batch=1, epochs=1, revision=revision) as cluster:
+        ranks = [Running(life, rank) for rank in range(3)]
+        ends = [rank.result() for rank in ranks]
+        result = cluster.wait(WAIT)
+    frames = [np.full(3, f32(1 / 3) * (rank + 1), f32) for rank in range(3)]
+    if wire:
+        frames = [frame.astype(ml_dtypes.bfloat16) for frame in frames]
+    average = ff.reduce_frames([ff.RoundFrame([frame], weight=1.0) for frame in frames]).tensors[0].astype(f32)
+    assert [end.tolist() for end in ends] == [average.tolist()] * 3
+    assert result.epochs[0].per_rank_samples == ([1, 1, 1] if wire else [])
+    assert result.epochs[0].per_rank_loss == ([0.0, 1.0, 2.0] if wire else [])
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "relay"])
+def test_ranks_of_different_models(direct):
+    models = [{"weight": np.zeros(3, f32)}, {"weight": np.zeros(3, f32)}, {"weight": np.zeros((3, 1), f32)}]
+    signatures = [ff.model_sig(model).hex()[:16] for model in models]
+    with LocalCluster(3, samples=3, batch=1, epochs=1, revision="0.8") as cluster:
+        workers = []
+        for rank, model in enumerate(models):  # one after the other, so that rank 0's is the first
+            options = {**addresses(cluster, rank, direct), "codec": ff.Codec(cluster.salt, "0.8")}
+            workers.append(Worker(model, formation=False, **options))
+        error = (
+            f"rank 2 trains another model than rank 0: names, shapes or dtypes of its parameters or buffers differ "
+            f"(signatures {signatures[2]}… and {signatures[0]}…)"
+        )
+        with pytest.raises(ff.HandshakeError, match=re.escape(error)):
+            cluster.wait(WAIT)
+        for worker in workers:
+            with pytest.raises(ff.ChannelError):
+                next(worker.plans())
+
+
+@pytest.mark.parametrize(("cluster_of", "rank_of"), [("0.6", "0.8"), ("0.8", "0.6"), ("0.8", "0.7")])
+def test_a_rank_of_another_revision(cluster_of, rank_of, caplog):
+    with LocalCluster(1, samples=3, batch=1, epochs=1, revision=cluster_of) as cluster:
+        options = {**addresses(cluster, 0, direct=False), "codec": ff.Codec(cluster.salt, rank_of)}
+        with pytest.raises(ff.HandshakeError, match="or revision differ"):
+            Worker({"weight": np.zeros(3, f32)}, **options)
+        until(lambda: "data hello version" in caplog.text)
+    assert f"revision {cluster_of} has" in caplog.text
 
 
 def test_salts_are_new_each_time():

@@ -8,13 +8,14 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import pytest
-from channel_support import CODEC, HOST, WAYS, greeting
+from channel_support import CODEC, HOST, WAYS, Flavour, greeting
 from worker_support import Running, until
 
 import flodl_fast as ff
@@ -111,6 +112,31 @@ def test_channels_of_asyncio(way):
     with nothing_left():
         served = asyncio.run(all_of_them())
     assert served == [aio.ControlChannel, aio.DataChannel] * TIMES
+
+
+@pytest.mark.parametrize("what", ["control", "data"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_channel_that_has_failed_needs_no_garbage_collector(what, way):
+    """It keeps the memory of frames, as much as a model, so that it must not wait for one."""
+    flavour = Flavour("blocking")
+    gc.collect()
+    gc.disable()
+    try:
+        end, far = flavour.connect(what, way)
+        far.close()
+        try:
+            end.recv() if what == "control" else end.gather(1.0)
+        except ff.ChannelError as error:
+            assert "closed the channel" in str(error)
+        with pytest.raises(ff.ChannelClosed, match="the channel is closed: the peer has closed the channel"):
+            end.send(ff.Heartbeat(0, 0) if what == "control" else ff.RoundFrame([np.ones(1, np.float32)]))
+        flavour.close()
+        flavour._open.clear()
+        gone = weakref.ref(end._link)
+        del end
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("answer", [b"", b"?" * 64], ids=["hangs up", "rubbish"])

@@ -18,7 +18,10 @@ COMMAND = [sys.executable, "-m", "flodl_fast", "top"]
 WAITING = {  # the page as docs/wire.md §7 has it
     "phase": "waiting", "joined_ranks": 2, "joined_hosts": 1, "min_rank_start": 3, "target_ranks": None,
     "window_remaining_secs": 21.4, "cap_remaining_secs": 51, "members": [
-        {"host": "a", "ranks": [0, 1], "local_devices": [0, 1], "gpus": ["RTX \x1b[2J"], "libtorch": "2.9", "joined_at_secs": 3},
+        {
+            "host": "a", "ranks": [0, 1], "local_devices": [0, 1], "gpus": ["RTX \x1b[2J"], "libtorch": "2.9",
+            "joined_at_secs": 3,
+        },
     ],
 }
 TRAINING = {**WAITING, "phase": "training", "joined_ranks": 3}

@@ -84,7 +84,7 @@ def test_a_module_is_averaged_in_place(coordinator):
     model = module.Model(net)
     assert [n for n, _ in net.named_parameters()] == NAMES
     assert (len(model.params), len(model.buffers)) == (7, 2)  # the tied weight once; num_batches_tracked is int64
-    params, buffers = values(net.parameters()), [b.numpy().copy() for b in (net.norm.running_mean, net.norm.running_var)]
+    params, buffers = values(net.parameters()), values([net.norm.running_mean, net.norm.running_var])
     others, other_buffers = [a + f32(1) for a in params], [a * f32(2) for a in buffers]
     averaged(coordinator, model, params, buffers, others, other_buffers)
     for got, expected in zip(values(net.parameters()), mean(params, others), strict=True):
@@ -159,7 +159,8 @@ def test_the_signature_is_of_names_dtypes_and_shapes_as_declared():
         (b"B", b"1.running_mean", 6, 2), (b"B", b"1.running_var", 6, 2), (b"B", b"1.num_batches_tracked", 4),
     ]
     plain = b"".join(
-        tag + name + b"\0" + struct.pack(f"<iI{len(dims)}q", code, len(dims), *dims) for tag, name, code, *dims in entries
+        tag + name + b"\0" + struct.pack(f"<iI{len(dims)}q", code, len(dims), *dims)
+        for tag, name, code, *dims in entries
     )
     assert module.Model(net, widen=True).sig == sha256(plain).digest()
 

@@ -7,12 +7,16 @@ import logging
 import math
 import re
 import socket
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
+import reference as ref
 from conftest import SALT
-from worker_support import CODEC, WAIT, Coordinator, Running, ask_for_an_average, stepped, until
+from worker_support import CODEC, WAIT, Coordinator, Running, ask_for_an_average, named, stepped, until
 
 import flodl_fast as ff
 from flodl_fast import worker as module
@@ -20,6 +24,8 @@ from flodl_fast.convert import ShutdownWithSave
 from flodl_fast.environment import Environment
 from flodl_fast.model import BLOCK, norm
 from flodl_fast.net import Deadlines
+from flodl_fast.protocol import Revision
+from flodl_fast.rounds import Elided
 from flodl_fast.worker import Worker
 
 f32 = np.float32
@@ -127,6 +133,15 @@ def test_environment_device(devices, pin, device):
     assert Environment.read(environ(value, CUDA_VISIBLE_DEVICES=pin)).device == device
 
 
+def test_environment_of_later_revisions():
+    env = Environment.read(environ())
+    assert (env.revision, env.rank_resources, env.data_path, env.gpu_ram_share) == (Revision.V0_6, False, None, None)
+    value = envelope(rank_resources=True, worker__data_path="/mnt/corpus", worker__gpu_ram_share=0.5)
+    env = Environment.read(environ(value, FLODL_FAST_REVISION="0.8"))
+    assert (env.revision, env.rank_resources) == (Revision.V0_8, True)
+    assert (env.data_path, env.gpu_ram_share) == ("/mnt/corpus", 0.5)
+
+
 def test_environment_takes_the_name_of_the_machine():
     value = envelope(worker__host=socket.gethostname())
     assert Environment.read(environ(value, FLODL_HOST_NAME=None)).host == socket.gethostname()
@@ -149,6 +164,10 @@ def test_environment_takes_the_name_of_the_machine():
         (envelope(worker__host="other"), "is for host 'other', this is 'node'"),
         (envelope(salt="ab" * 15), "a salt as text is 32 hex digits"),
         (envelope(salt=7), "salt must be text"),
+        (envelope(rank_resources=1), "rank_resources must be true or false, got 1"),
+        (envelope(worker__data_path=1), "data_path must be text, got 1"),
+        (envelope(worker__gpu_ram_share="half"), "gpu_ram_share must be a number that is not negative, got 'half'"),
+        (envelope(worker__gpu_ram_share=-0.5), "gpu_ram_share must be a number that is not negative, got -0.5"),
         ([], "must be a JSON object"),
     ],
 )
@@ -172,6 +191,7 @@ def test_environment_refuses_an_envelope(value, error):
         ({"FLODL_INTERNAL_RELAY_JSON": "00"}, "FLODL_INTERNAL_RELAY_JSON is set beside"),
         ({"FLODL_INTERNAL_AGENT_JSON": "00"}, "FLODL_INTERNAL_AGENT_JSON is set beside"),
         ({"FLODL_FAST_ROUTE": "tunnel"}, 'FLODL_FAST_ROUTE must be "relay" or "direct", got \'tunnel\''),
+        ({"FLODL_FAST_REVISION": "0.9"}, "FLODL_FAST_REVISION: flodl revision '0.9' is not supported"),
     ],
 )
 def test_environment_refuses(changes, error):
@@ -262,7 +282,8 @@ def test_averages_are_written_into_the_callers_memory(coordinator, share):
 @pytest.mark.parametrize(
     ("arrays", "error"),
     [
-        ([np.zeros(2)], "expected float32 or bfloat16, got float64"),
+        ([np.zeros(2)], "expected float32, got float64"),
+        ([np.zeros(2, ml_dtypes.bfloat16)], "params: tensor 0: expected float32, got bfloat16"),
         ([np.zeros(2, f32), np.frombuffer(bytes(8), f32)], "params: tensor 1 is read-only"),
         ([[1.0, 2.0]], "tensor 0: list gives no memory"),
     ],
@@ -448,6 +469,30 @@ def test_resources_ride_in_reports(coordinator, params):
         assert coordinator.receive().resources == sample
         coordinator.send(ff.Shutdown())
         done.result()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_samples_of_resources_between_reports(params, revision, asked, monkeypatch):
+    """From 0.7 on, where the controller asks for them, and seldom."""
+    calls = iter(range(100))
+    clock = iter([100.0, 100.4, 100.4, 100.6, 101.0, 101.2, 101.2, 101.3])  # read before a sample, and at one
+    coordinator = Coordinator(revision)
+    options = {"resources": lambda: ff.ResourceSample(ram_used_bytes=next(calls)), "sample_resources": asked}
+    with coordinator.serving(named(params), **options) as worker:
+        coordinator.plan(0, 0, 5)
+        plan = next(worker.plans())
+        times = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)
+        monkeypatch.setattr(module, "time", times)
+        for _ in plan.batches(1):
+            worker.step(0.5)
+        monkeypatch.undo()
+        coordinator.send(ff.Shutdown())
+        assert list(worker.plans()) == []
+        told = [coordinator.receive() for _ in range(7 if asked and revision != "0.6" else 5)]
+        assert isinstance(told[-1], ff.Batch)
+    coordinator.close()
+    samples = [(i, m.sample.ram_used_bytes) for i, m in enumerate(told) if isinstance(m, ff.TimingResourceSample)]
+    assert samples == ([(1, 0), (5, 1)] if asked and revision != "0.6" else [])
 
 
 def test_steps_that_are_not_a_plans(coordinator, params):
@@ -905,3 +950,131 @@ def test_a_failed_round_of_buffers_leaves_the_parameters(coordinator, params):
         with pytest.raises(ff.ChannelClosed):
             done.result()
     assert all_equal(params, before)
+
+
+# -------------------------------------------------------------------------------------------------------- revisions
+
+PARAMS = {"weight": np.zeros((2, 3), f32), "bias": np.zeros(3, f32)}
+BUFFERS = {"mean": np.zeros(3, f32), "count": np.zeros((), np.int64)}
+SIGNED = [("weight", "float32", [2, 3]), ("bias", "float32", [3])], [("mean", "float32", [3]), ("count", "int64", [])]
+
+
+@pytest.mark.parametrize(
+    ("options", "signature"),
+    [
+        ({"params": PARAMS}, ref.model_sig(SIGNED[0], [])),
+        ({"params": PARAMS, "buffers": BUFFERS}, ref.model_sig(*SIGNED)),
+        ({"params": PARAMS, "buffers": BUFFERS, "model_sig": b"\7" * 32}, b"\7" * 32),
+        ({"params": [*PARAMS.values()], "model_sig": b"\7" * 32}, b"\7" * 32),
+    ],
+    ids=["names", "of buffers too", "given beside names", "given alone"],
+)
+def test_the_signature_that_a_rank_tells(options, signature, revision):
+    coordinator = Coordinator(revision)
+    with coordinator.serving(**options) as worker:
+        assert coordinator.control.model_sigs == ((signature,) if revision == "0.8" else ())
+        # Of a mapping of buffers those that are averaged; the others are the model's all the same.
+        assert [array.shape for array in worker.buffers] == ([(3,)] if "buffers" in options else [])
+        assert all(np.shares_memory(a, b) for a, b in zip(worker.params, PARAMS.values(), strict=True))
+    coordinator.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"params": [*PARAMS.values()]},
+        {"params": [*PARAMS.values()], "buffers": BUFFERS},
+        {"params": PARAMS, "buffers": [BUFFERS["mean"]]},
+    ],
+)
+def test_0_8_wants_the_names_of_a_model(options, revision):
+    options = {**options, "rank": 0, "world": 1, "codec": ff.Codec(SALT, revision), "formation": False}
+    if revision == "0.8":
+        with pytest.raises(ValueError, match=r"compares the models .* by their names: .* or give model_sig="):
+            Worker(**options, data=("127.0.0.1", 1), control=("127.0.0.1", 1))
+        return
+    coordinator = Coordinator(revision)
+    made = Running(Worker, **options, data=coordinator.address, control=coordinator.address)
+    coordinator.accept(), coordinator.accept()
+    made.result().close()
+    coordinator.close()
+
+
+def test_bf16_wire_is_not_of_0_6():
+    with pytest.raises(ValueError, match=r"revision 0.6 has no bf16_wire, which came with 0.7"):
+        Worker(PARAMS, rank=0, world=1, codec=CODEC, data=("127.0.0.1", 1), control=("127.0.0.1", 1), bf16_wire=True)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("wire", [None, "bf16"])
+def test_what_a_rank_gives_to_an_average(revision, wire, steps):
+    """Rounded where it travels in bf16; and at 0.8 without its zeros where it has not trained."""
+    if wire is not None and revision == "0.6":
+        pytest.skip("0.6 has no bfloat16")
+    coordinator = Coordinator(revision)
+    params = {"a": np.array([1.0, 1 / 3, -7.7], f32)}
+    buffers = {"b": np.array([1 / 7], f32)}
+    before = [params["a"].copy(), buffers["b"].copy()]
+    with coordinator.serving(params, world=2, buffers=buffers, bf16_wire=wire == "bf16") as worker:
+        if steps:
+            stepped(coordinator, worker, steps)
+        others = [np.full(3, 2.0, f32), np.full(1, 2.0, f32)]
+        if wire:
+            others = [array.astype(ml_dtypes.bfloat16) for array in others]
+        counts = [ff.RoundFrame([np.array([0, 1], f32)], ff.RoundKind.CONTROL)]
+        given = [[ff.RoundFrame([other], ff.RoundKind.MODEL, 1.0)] for other in others]
+        _, (count, *sent) = ask_for_an_average(coordinator, worker, [counts, *given])
+        assert count.tensors[0].tolist() == [steps, 0]
+        for frame, array, mass in zip(sent, before, (steps, min(steps, 1)), strict=True):
+            assert frame.weight == mass
+            (tensor,) = frame.tensors
+            if revision == "0.8" and not steps:
+                assert tensor == Elided(array.shape, wire or "f32")
+                continue
+            dtype = np.dtype(ml_dtypes.bfloat16) if wire else f32
+            assert (tensor.dtype, tensor.tobytes()) == (dtype, (array * f32(mass)).astype(dtype).tobytes())
+        for array, frame, other in zip((params["a"], buffers["b"]), sent, others, strict=True):
+            average = ff.reduce_frames([frame, ff.RoundFrame([other], ff.RoundKind.MODEL, 1.0)]).tensors[0]
+            assert array.tolist() == average.astype(f32).tolist()
+    coordinator.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_formation_of_each_revision(rank, revision):
+    """At 0.8 ranks other than 0 send the shapes alone; all ranks adopt what comes."""
+    coordinator = Coordinator(revision)
+    coordinator.world = 2
+    params = {"a": np.full(3, 5.0 + rank, f32)}
+    made = Running(
+        Worker, params, rank=rank, world=2, codec=coordinator.codec, data=coordinator.address,
+        control=coordinator.address, host="here",
+    )  # fmt: skip
+    data = coordinator.accept()
+    (tensor,) = (frame := data.recv(WAIT)).tensors
+    assert (frame.kind, frame.weight) == (ff.RoundKind.CONTROL, 0.0)
+    if rank == 0:
+        assert tensor.tolist() == [5.0] * 3
+    else:
+        assert tensor == Elided((3,)) if revision == "0.8" else tensor.tolist() == [0.0] * 3
+    data.send(ff.RoundFrame([np.full(3, 5.0, f32)], ff.RoundKind.CONTROL))
+    coordinator.accept()
+    worker = made.result()
+    assert params["a"].tolist() == [5.0] * 3
+    worker.close()
+    coordinator.close()
+
+
+def test_a_reply_without_data_is_zeros():
+    """What all ranks elide comes back elided: an average of mass 0, which nobody adopts, or a sum, which is zeros."""
+    coordinator = Coordinator("0.8")
+    with coordinator.serving({"a": np.full(3, 5.0, f32)}, world=2) as worker:
+        out = [np.full(3, 7.0, f32)]
+        done = Running(worker._data.all_reduce, out, ff.RoundKind.CONTROL, 0.0, out)
+        coordinator.data.recv(WAIT)
+        coordinator.data.send(ff.RoundFrame([Elided((3,))], ff.RoundKind.CONTROL))
+        assert done.result().tensors[0].tolist() == out[0].tolist() == [0.0] * 3
+        counts = ff.RoundFrame([np.array([0, 1], f32)], ff.RoundKind.CONTROL)
+        idle = ff.RoundFrame([Elided((3,))], ff.RoundKind.MODEL, 0.0)
+        ask_for_an_average(coordinator, worker, [[counts], [idle]])
+        assert worker.params[0].tolist() == [5.0] * 3
+    coordinator.close()

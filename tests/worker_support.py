@@ -13,7 +13,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import pytest
 from conftest import SALT
 
 import flodl_fast as ff
@@ -21,6 +23,10 @@ from flodl_fast.channel import ControlChannel, DataChannel, accept
 from flodl_fast.worker import Worker
 
 CODEC = ff.Codec(SALT)
+# What ranks can speak, and in which dtype their Model rounds travel.
+SPOKEN = pytest.mark.parametrize(
+    ("revision", "wire"), [("0.6", None), ("0.7", None), ("0.7", "bf16"), ("0.8", None), ("0.8", "bf16")]
+)
 WAIT = 20.0  # seconds after which a test that waits has failed
 
 
@@ -52,7 +58,8 @@ class Running:
 class Coordinator:
     """The controller's side of one rank, as the test says: it sends what it is told to and shows what came."""
 
-    def __init__(self) -> None:
+    def __init__(self, revision: str = "0.6") -> None:
+        self.codec = ff.Codec(SALT, revision)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.listener.settimeout(WAIT)
         self.address = self.listener.getsockname()
@@ -62,7 +69,7 @@ class Coordinator:
         self._opened = ExitStack()
 
     def accept(self) -> ControlChannel | DataChannel:
-        return self._opened.enter_context(accept(self.listener.accept()[0], CODEC, self.world))
+        return self._opened.enter_context(accept(self.listener.accept()[0], self.codec, self.world))
 
     @contextmanager
     def serving(self, params: Any, world: int = 1, **options: Any) -> Iterator[Worker]:
@@ -70,7 +77,7 @@ class Coordinator:
         self.world = world
         options = {"formation": False, "host": "here", **options}
         made = Running(
-            Worker, params, rank=0, world=world, codec=CODEC, data=self.address, control=self.address, **options
+            Worker, params, rank=0, world=world, codec=self.codec, data=self.address, control=self.address, **options
         )
         self.data = self.accept()
         if options["formation"]:
@@ -112,8 +119,14 @@ class Stack:
     """`peer stack`: the crate's controller, coordinator and relays, in one process."""
 
     def __init__(
-        self, binary: Path, *options: Any, env: dict[str, str] | None = None, max_secs: int = 60
+        self,
+        binary: Path,
+        *options: Any,
+        revision: str = "0.6",
+        env: dict[str, str] | None = None,
+        max_secs: int = 60,
     ) -> None:
+        self.codec = ff.Codec(SALT, revision)
         command = [str(binary), "stack", "--salt", SALT.hex(), "--max-secs", str(max_secs), *map(str, options)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
@@ -135,7 +148,7 @@ class Stack:
             if direct
             else {"data": self.relays["data", rank], "control": self.relays["control", rank]}
         )
-        return {"rank": rank, "world": self.world, "codec": CODEC, **where}
+        return {"rank": rank, "world": self.world, "codec": self.codec, **where}
 
     def lines(self, timeout: float = WAIT) -> list[dict[str, Any]]:
         """All that it printed after its first line, once it has ended."""
@@ -194,6 +207,28 @@ def until(condition: Callable[[], bool], timeout: float = WAIT) -> None:
     while not condition():
         assert time.monotonic() < end, "what was waited for did not come"
         time.sleep(0.01)
+
+
+def named(arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """A model's arrays with the names that 0.8 has its ranks compare."""
+    return {f"layer{i}": array for i, array in enumerate(arrays)}
+
+
+def rounded(array: np.ndarray, wire: str | None) -> np.ndarray:
+    """Values as they come through the wire."""
+    return array if wire is None else array.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def peer_rank(binary: Path, stack: Any, rank: int, size: int, wire: str | None, *options: str) -> subprocess.Popen[str]:
+    """`peer rank`: a rank of the crate's own making, whose model is an array of this size; from 0.8 on it is layer0."""
+    ports = {name: str(stack.relays[name, rank][1]) for name in ("data", "control")}
+    model = np.empty(size, np.float32)
+    command = [
+        str(binary), "rank", "--salt", SALT.hex(), "--rank", str(rank), "--world", str(stack.world),
+        "--data", ports["data"], "--control", ports["control"], "--params", str(size),
+        "--model-sig", ff.model_sig(named([model])).hex(), *(["--bf16"] if wire else []), *options,
+    ]  # fmt: skip
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def ask_for_an_average(

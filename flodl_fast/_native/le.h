@@ -25,18 +25,36 @@ static inline void ff_store64(uint8_t *p, uint64_t x) { x = FF_LE64(x); memcpy(p
 static inline double ff_load_f64(const uint8_t *p) { uint64_t bits = ff_load64(p); double x; memcpy(&x, &bits, 8); return x; }
 static inline void ff_store_f64(uint8_t *p, double x) { uint64_t bits; memcpy(&bits, &x, 8); ff_store64(p, bits); }
 
-/* memcpy for a name of a few bytes, which the call alone would double. */
+/* memcpy, comparison and a hash for names, most of which have 8 to 16 bytes: their first and last 8, which may
+ * overlap, without a call or a loop. */
 static inline void ff_copy_short(uint8_t *to, const void *data, size_t n) {
     const uint8_t *from = (const uint8_t *)data;
-    if (n - 8 <= 8) { /* 8 to 16, in two halves that may overlap */
-        uint64_t first, last;
-        memcpy(&first, from, 8);
-        memcpy(&last, from + n - 8, 8);
-        memcpy(to, &first, 8);
-        memcpy(to + n - 8, &last, 8);
+    if (n - 8 <= 8) {
+        const uint64_t first = ff_load64(from), last = ff_load64(from + n - 8);
+        ff_store64(to, first);
+        ff_store64(to + n - 8, last);
     } else {
         memcpy(to, from, n);
     }
+}
+static inline int ff_same_short(const void *a, const void *b, size_t n) {
+    const uint8_t *x = (const uint8_t *)a, *y = (const uint8_t *)b;
+    if (n - 8 <= 8)
+        return !((ff_load64(x) ^ ff_load64(y)) | (ff_load64(x + n - 8) ^ ff_load64(y + n - 8)));
+    return memcmp(x, y, n) == 0;
+}
+static inline uint32_t ff_hash_short(const uint8_t *p, size_t n) {
+    uint64_t h = n;
+    if (n >= 8) {
+        for (size_t i = 0; i + 16 < n; i += 8)
+            h = (h ^ ff_load64(p + 8 + i)) * 0x9e3779b97f4a7c15u;
+        h = (h ^ ff_load64(p)) * 0x9e3779b97f4a7c15u;
+        h = (h ^ ff_load64(p + n - 8)) * 0x9e3779b97f4a7c15u;
+    } else {
+        for (size_t i = 0; i < n; i++)
+            h = (h ^ p[i]) * 0x9e3779b97f4a7c15u;
+    }
+    return (uint32_t)(h >> 32);
 }
 
 /* f32 <-> f64 that keeps a NaN's payload and its signalling bit, which the CPU's own conversion would set. */

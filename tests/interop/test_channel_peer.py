@@ -12,10 +12,11 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from channel_support import CODEC, WAIT, Flavour, running
-from worker_support import Stack
+from worker_support import Stack, rounded
 
 import flodl_fast as ff
 from flodl_fast.net import Deadlines
+from flodl_fast.protocol import Revision
 
 MODEL, CONTROL = ff.RoundKind.MODEL, ff.RoundKind.CONTROL
 WORLD = 3
@@ -34,12 +35,15 @@ def connect(flavour, stack, what, rank, way, codec=CODEC, **deadlines):
     """A rank's channel, through its relay or directly."""
     cls = {"data": flavour.DataChannel, "control": flavour.ControlChannel}[what]
     address, host = (stack.relays[what, rank], None) if way == "relay" else (stack.controller, f"direct{rank}")
-    return flavour.keep(cls.connect(address, codec, rank, WORLD, host=host, deadlines=Deadlines(**deadlines)))
+    options = {"host": host, "deadlines": Deadlines(**deadlines)}
+    if what == "control" and codec.revision is Revision.V0_8:
+        options["model_sig"] = bytes(32)
+    return flavour.keep(cls.connect(address, codec, rank, WORLD, **options))
 
 
 def connect_all(flavour, stack, what, ways, **deadlines):
     """All ranks' channels. A relay takes one dial after the other, and the controller sums in the order of dials."""
-    return [connect(flavour, stack, what, rank, way, **deadlines) for rank, way in enumerate(ways)]
+    return [connect(flavour, stack, what, rank, way, stack.codec, **deadlines) for rank, way in enumerate(ways)]
 
 
 def together(calls):
@@ -52,12 +56,14 @@ def parameters(rank):
     return [random.standard_normal(shape, np.float32) for shape in SHAPES]
 
 
-def average(tensors, weights):
-    """The crate's arithmetic: float32 sums from 0 on in rank order, times float32(1 / the summed weight)."""
-    total = np.zeros_like(tensors[0])
-    for tensor in tensors:
-        total += tensor
-    return total * np.float32(1 / sum(weights))
+def average(tensors, weights, ways, wire):
+    """The crate's arithmetic: float32 sums from 0 on in rank order, times float32(1 / the summed weight).
+
+    What travels in bf16 is rounded by a relay that has added up, by the controller, and once more when it is divided.
+    """
+    relayed = ways[:2] == ["relay"] * 2
+    pair = rounded(np.float32(0) + tensors[0] + tensors[1], wire if relayed else None)
+    return rounded(rounded(pair + tensors[2], wire) * np.float32(1 / sum(weights)), wire)
 
 
 def bits(arrays):
@@ -68,8 +74,8 @@ WAYS = {"relays": ["relay"] * 3, "direct": ["direct"] * 3, "mixed": ["relay", "r
 
 
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
-def test_three_ranks_form_count_and_average(flavour, peer_binary, ways):
-    with Stack(peer_binary, "--hosts", HOSTS) as stack:
+def test_three_ranks_form_count_and_average(flavour, peer_build, ways, revision):
+    with Stack(peer_build(revision), "--hosts", HOSTS, revision=revision) as stack:
         channels = connect_all(flavour, stack, "data", ways)
 
         params = [parameters(rank) for rank in range(WORLD)]
@@ -80,29 +86,36 @@ def test_three_ranks_form_count_and_average(flavour, peer_binary, ways):
         counts = together((c.gather, 3 * rank + 1) for rank, c in enumerate(channels))
         assert [count.tolist() for count in counts] == [[1.0, 4.0, 7.0]] * WORLD
 
-        for round_ in range(3):
+        def all_reduce(channel, tensors, mass, out, wire):
+            return channel.all_reduce(tensors, MODEL, mass, out, scale=mass, wire=wire)
+
+        wires = [None] * 3 if revision == "0.6" else [None, "bf16"] * 2
+        for round_, wire in enumerate(wires):
+            # At first rank 0 has not trained, which 0.8 tells without its zeros.
             masses = [float(round_ + rank) for rank in range(WORLD)]
+            given = [parameters(10 * round_ + rank) for rank in range(WORLD)]
             sent = [
-                [np.multiply(p, np.float32(mass)) for p in parameters(10 * round_ + rank)]
-                for rank, mass in enumerate(masses)
+                [rounded(p * np.float32(mass), wire) for p in tensors]
+                for tensors, mass in zip(given, masses, strict=True)
             ]
-            expected = [average(tensors, masses) for tensors in zip(*sent, strict=True)]
-            rounds = zip(channels, sent, masses, params, strict=True)
-            frames = together((c.all_reduce, s, MODEL, m, p) for c, s, m, p in rounds)
+            expected = [average(tensors, masses, ways, wire) for tensors in zip(*sent, strict=True)]
+            rounds = zip(channels, given, masses, params, [wire] * WORLD, strict=True)
+            frames = together((all_reduce, *round_) for round_ in rounds)
             assert [frame.weight for frame in frames] == [sum(masses)] * WORLD
             assert [bits(p) for p in params] == [bits(expected)] * WORLD
 
         # Nobody trained: local state stays.
-        zeros = [[np.zeros(shape, np.float32) for shape in SHAPES] for _ in range(WORLD)]
-        frames = together((c.all_reduce, z, MODEL, 0.0, p) for c, z, p in zip(channels, zeros, params, strict=True))
-        assert not any(frame.realized for frame in frames)
-        assert [bits(p) for p in params] == [bits(expected)] * WORLD
+        for wire in wires[-2:]:
+            rounds = zip(channels, given, [0.0] * WORLD, params, [wire] * WORLD, strict=True)
+            frames = together((all_reduce, *round_) for round_ in rounds)
+            assert not any(frame.realized for frame in frames)
+            assert [bits(p) for p in params] == [bits(expected)] * WORLD
 
 
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
-def test_messages_cross_in_both_directions(flavour, peer_binary, ways):
+def test_messages_cross_in_both_directions(flavour, peer_build, ways, revision):
     options = ("--hosts", HOSTS, "--samples", "96", "--batch", "32", "--epochs", "1", "--heartbeat-timeout", "60")
-    with Stack(peer_binary, *options) as stack:
+    with Stack(peer_build(revision), *options, revision=revision) as stack:
         data = connect_all(flavour, stack, "data", ways)
         control = connect_all(flavour, stack, "control", ways)
         plans = []
@@ -115,6 +128,10 @@ def test_messages_cross_in_both_directions(flavour, peer_binary, ways):
             (0, 0, 32), (0, 32, 32), (0, 64, 32)
         ]
         for rank, channel in enumerate(control):
+            if revision != "0.6":
+                gpu = ff.GpuSnapshot(0, "none", None, 1, 2)
+                sample = ff.ResourceSample(12.5, 1 << 30, 1 << 40, None, None, None, None, [gpu])
+                channel.send(ff.TimingResourceSample(rank, sample))
             channel.send(ff.Batch(rank, 1.0, 0.5, 1, None, 0.25 * rank))
             channel.send(ff.MetricsMsg(rank, 0, 0.25 * rank, 1, 10.0, 32, 1.5, 1.0, 0.5, {"acc": (rank + 1.0, 1)}))
         rounds = []
@@ -133,6 +150,8 @@ def test_messages_cross_in_both_directions(flavour, peer_binary, ways):
                     metrics = message.metrics
             assert metrics.avg_loss == 0.25
             assert metrics.scalars == {"acc": 2.0}
+            each = ([], []) if revision == "0.6" else ([0.0, 0.25, 0.5], [32] * WORLD)
+            assert (metrics.per_rank_loss, metrics.per_rank_samples) == each
             channel.send(ff.Exiting(rank))
         for channel in (*control, *data):
             channel.close()

@@ -27,7 +27,7 @@ RANK = textwrap.dedent("""
     params = [np.full((4, 5), environment.rank, np.float32)]
     heard = []
     options = {"environment": environment, "formation": False, "on_message": heard.append}
-    with Worker.from_env(params, **options) as worker:
+    with Worker.from_env({"weight": params[0]}, **options) as worker:
         for plan in worker.plans():
             for picks in plan.batches(32):
                 params[0] += np.float32(0.5)
@@ -53,11 +53,16 @@ def salt_file(tmp_path):
 
 
 @pytest.mark.parametrize("admission", ["open", "pre-shared"])
-def test_two_agents_form_a_world_and_train(peer_binary, salt_file, admission):
-    options, salt = ([], []) if admission == "open" else (["--pre-shared-salt"], salt_file)
-    with Stack(peer_binary, "--join", "--ranks", 3, "--samples", 96, *options) as stack:
+def test_two_agents_form_a_world_and_train(peer_build, salt_file, admission, revision):
+    options, more = ([], []) if admission == "open" else (["--pre-shared-salt"], salt_file)
+    more = [*more, "--revision", revision]
+    if revision == "0.8":
+        more += ["--run-id", "a run", "--nccl-version", "2.21.5", "--model-sig", "12" * 32]
+    with Stack(
+        peer_build(revision), "--join", "--ranks", 3, "--samples", 96, *options, revision=revision
+    ) as stack:
         port = stack.controller[1]
-        with agent(port, "a", "--devices", "0,1", *salt) as first, agent(port, "b", *salt) as second:
+        with agent(port, "a", "--devices", "0,1", *more) as first, agent(port, "b", *more) as second:
             results = [process.communicate(timeout=WAIT) for process in (first, second)]
             lines = stack.lines()
         assert [first.returncode, second.returncode] == [Exit.OK, Exit.OK], results
@@ -105,6 +110,32 @@ def test_refusals_with_a_reason(peer_binary):
         assert third.returncode == Exit.REFUSED
         assert "refused: dataset signature mismatch" in err
         first.kill()
+
+
+def test_refusals_of_what_0_8_compares(peer_build):
+    host = ["--revision", "0.8", "--run-id", "first", "--model-sig", "11" * 32]
+    with Stack(peer_build("0.8"), "--join", "--ranks", 2, revision="0.8") as stack:
+        port = stack.controller[1]
+        with agent(port, "a", *host, rank="") as first:
+            while "admitted" not in first.stderr.readline():
+                pass
+            for change, error in (
+                (["--run-id", "second"], "refused: run identity mismatch"),
+                (["--model-sig", "22" * 32], "refused: model mismatch"),
+            ):
+                with agent(port, "b", *host, *change) as other:
+                    _, err = other.communicate(timeout=WAIT)
+                assert (other.returncode, error in err) == (Exit.REFUSED, True), err
+            first.kill()
+
+
+@pytest.mark.parametrize(("window", "host"), [("0.6", "0.8"), ("0.8", "0.7")])
+def test_a_host_of_another_revision_is_refused(peer_build, window, host):
+    with Stack(peer_build(window), "--join", "--ranks", 1, revision=window) as stack:
+        with agent(stack.controller[1], "a", "--revision", host) as process:
+            _, err = process.communicate(timeout=WAIT)
+        assert process.returncode == Exit.REFUSED
+        assert f"or the controller speaks another revision than {host}" in err
 
 
 def test_exit_codes_reach_the_controller(peer_binary):

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SALT
 from local_support import stack, start  # noqa: F401
-from worker_support import WAIT, Stack
+from worker_support import SPOKEN, WAIT, Stack, peer_rank
 
 import flodl_fast as ff
 from flodl_fast.channel import ControlChannel, DataChannel
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "relay"])
-def test_three_ranks_of_ours(stack, direct):  # noqa: F811
-    with stack("--hosts", "0,1;2", "--samples", 96, "--epochs", 5) as running:
+def test_three_ranks_of_ours(stack, direct, revision):  # noqa: F811
+    with stack("--hosts", "0,1;2", "--samples", 96, "--epochs", 5, revision=revision) as running:
         ranks = [start(running.options(rank, direct), in_step=True) for rank in range(3)]
         ranks = [rank.result() for rank in ranks]
         *epochs, done = running.lines()
@@ -42,6 +40,8 @@ def test_three_ranks_of_ours(stack, direct):  # noqa: F811
         assert [(m.epoch, m.avg_loss, m.per_rank) for m in aggregated] == [
             (epoch, 1.0, [{"rank": 0.0}, {"rank": 1.0}, {"rank": 2.0}]) for epoch in range(5)
         ]
+        each = ([], []) if revision == "0.6" else ([0.0, 1.0, 2.0], [32] * 3)
+        assert [(m.per_rank_loss, m.per_rank_samples) for m in aggregated] == [each] * 5
         for metrics in aggregated:
             assert sum(metrics.per_rank_batch_share) == pytest.approx(1)
             np.testing.assert_allclose(
@@ -92,19 +92,10 @@ def test_a_silent_rank(stack, direct):  # noqa: F811
     assert len({b"".join(array.tobytes() for array in rank.params) for rank in ranks}) == 1
 
 
-def test_ranks_of_the_crate(stack, peer_binary):  # noqa: F811
-    with stack("--hosts", "0,1;2") as running:
-        ranks = [
-            subprocess.Popen(
-                [
-                    peer_binary, "rank", "--salt", SALT.hex(), "--world", "3", "--rank", str(rank),
-                    "--data", str(running.relays["data", rank][1]),
-                    "--control", str(running.relays["control", rank][1]),
-                ],
-                stdout=subprocess.PIPE, text=True,
-            )
-            for rank in range(3)
-        ]  # fmt: skip
+@SPOKEN
+def test_ranks_of_the_crate(stack, peer_build, revision, wire):  # noqa: F811
+    with stack("--hosts", "0,1;2", revision=revision) as running:
+        ranks = [peer_rank(peer_build(revision), running, rank, 1000, wire) for rank in range(3)]
         ends = [json.loads(rank.communicate(timeout=WAIT)[0]) for rank in ranks]
         *epochs, done = running.lines()
     # The crate may see all reports of an epoch before a batch of its own, and begin the next one without an average.
@@ -123,17 +114,13 @@ def test_ranks_of_the_crate(stack, peer_binary):  # noqa: F811
     ]
 
 
-def test_ranks_of_the_crate_and_ours_together(stack, peer_binary):  # noqa: F811
-    with stack("--hosts", "0;1;2", "--samples", 96) as running:
-        theirs = subprocess.Popen(
-            [
-                peer_binary, "rank", "--salt", SALT.hex(), "--world", "3", "--rank", "1", "--params", "6",
-                "--data", str(running.relays["data", 1][1]), "--control", str(running.relays["control", 1][1]),
-            ],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+@SPOKEN
+def test_ranks_of_the_crate_and_ours_together(stack, peer_build, revision, wire):  # noqa: F811
+    with stack("--hosts", "0;1;2", "--samples", 96, revision=revision) as running:
+        theirs = peer_rank(peer_build(revision), running, 1, 6, wire)
         # Its model is one tensor, and so is ours here.
-        ours = [start(running.options(rank), tensors=1, in_step=True) for rank in (0, 2)]
+        options = [{**running.options(rank), "bf16_wire": wire == "bf16"} for rank in (0, 2)]
+        ours = [start(its, tensors=1, in_step=True) for its in options]
         ours = [rank.result() for rank in ours]
         end = json.loads(theirs.communicate(timeout=WAIT)[0])
         done = running.lines()[-1]

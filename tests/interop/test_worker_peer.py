@@ -15,11 +15,12 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from conftest import SALT
-from worker_support import WAIT, Relay, Running, Stack, until
+from worker_support import SPOKEN, WAIT, Relay, Running, Stack, named, peer_rank, rounded, until
 
 import flodl_fast as ff
 from flodl_fast import worker as module
 from flodl_fast.channel import DataChannel
+from flodl_fast.rounds import Elided
 from flodl_fast.worker import Worker
 
 f32 = np.float32
@@ -49,13 +50,15 @@ def rounds(monkeypatch):
     recorded = Rounds()
 
     class Recording(DataChannel):
-        def all_reduce(self, arrays, kind, weight, out=None, *, scale=None, view=False):
+        def all_reduce(self, arrays, kind, weight, out=None, *, scale=None, view=False, wire=None):
             (rank,) = self.ranks
-            entry = [kind, weight, [np.array(array) * f32(1 if scale is None else scale) for array in arrays]]
+            arrays = list(arrays)
+            sent = [np.zeros(a.shape, f32) if isinstance(a, Elided) else np.array(a) for a in arrays]
+            entry = [kind, weight, [rounded(a * f32(1 if scale is None else scale), wire) for a in sent]]
             recorded[rank].append(entry)
             if rank in recorded.held and len(recorded[rank]) > FORMATION:
                 recorded.held[rank].wait(WAIT)
-            reply = super().all_reduce(arrays, kind, weight, out, scale=scale, view=view)
+            reply = super().all_reduce(arrays, kind, weight, out, scale=scale, view=view, wire=wire)
             entry += [[tensor.copy() for tensor in reply.tensors], reply.weight]
             return reply
 
@@ -70,11 +73,12 @@ class Rank:
         self.rank = rank
         self.params = [np.full((7, 3), rank + 1, f32), np.linspace(rank, rank + 1, 5, dtype=f32)]
         self.buffers = [np.full(4, rank, f32)]
+        buffers = {"running": self.buffers[0], "count": np.zeros(1, np.int64)}
         self.picks = defaultdict(list)
         self.scores = defaultdict(list)
         self.metrics = {}
         self.worker = None
-        self._options = {**stack.options(rank, direct), "buffers": self.buffers, "on_message": self.hear, **options}
+        self._options = {**stack.options(rank, direct), "buffers": buffers, "on_message": self.hear, **options}
         self.run = Running(self.train)
 
     def hear(self, message):
@@ -82,7 +86,7 @@ class Rank:
             self.metrics[message.metrics.epoch] = message.metrics
 
     def train(self):
-        with Worker(self.params, **self._options) as worker:
+        with Worker(named(self.params), **self._options) as worker:
             self.worker = worker
             for plan in worker.plans():
                 for picks in plan.batches(BATCH):
@@ -107,22 +111,28 @@ def bits(arrays):
     return [array.tobytes() for array in arrays]
 
 
-def averages(frames, weights):
-    """What the crate's reduction can give for three frames, one for each order of adding them up: at most three."""
+def averages(frames, weights, relayed, wire):
+    """What the crate's reduction can give for three frames, one for each order of adding them up: at most three.
+
+    What travels in bf16 is rounded by a relay that has added up, by the controller, and once more when it is divided.
+    """
     inverse = f32(1.0 / sum(weights))
     for order in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
         first, second, third = (frames[i] for i in order)
-        yield [(a + b + c) * inverse for a, b, c in zip(first, second, third, strict=True)]
+        sums = (a + b for a, b in zip(first, second, strict=True))
+        sums = [rounded(pair, wire if relayed else None) + c for pair, c in zip(sums, third, strict=True)]
+        yield [rounded(rounded(total, wire) * inverse, wire) for total in sums]
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 @pytest.mark.parametrize("route", ["relays", "direct"])
-def test_a_cohort_of_ours(peer_binary, rounds, route, policy):
+@SPOKEN
+def test_a_cohort_of_ours(peer_build, rounds, route, policy, revision, wire):
     with Stack(
-        peer_binary, "--hosts", "0,1;2", "--policy", policy, "--epochs", EPOCHS, "--samples", SAMPLES, "--batch", BATCH,
-        "--anchor", 3,
+        peer_build(revision), "--hosts", "0,1;2", "--policy", policy, "--epochs", EPOCHS, "--samples", SAMPLES,
+        "--batch", BATCH, "--anchor", 3, revision=revision,
     ) as stack:
-        ranks = [Rank(stack, rank, direct=route == "direct") for rank in range(3)]
+        ranks = [Rank(stack, rank, direct=route == "direct", bf16_wire=wire == "bf16") for rank in range(3)]
         for rank in ranks:
             rank.run.result()
         *told, done = stack.lines()
@@ -151,7 +161,8 @@ def test_a_cohort_of_ours(peer_binary, rounds, route, policy):
         if kinds[0] is ff.RoundKind.MODEL:
             modelled += 1
             assert total[0] == sum(weights)
-            fitting &= {i for i, average in enumerate(averages(sent, weights)) if bits(average) == bits(came[0])}
+            possible = averages(sent, weights, route == "relays", wire)
+            fitting &= {i for i, average in enumerate(possible) if bits(average) == bits(came[0])}
             assert fitting
         else:
             assert bits(came[0]) == bits([a + b + c for a, b, c in zip(*sent, strict=True)])
@@ -174,34 +185,35 @@ def test_a_cohort_of_ours(peer_binary, rounds, route, policy):
         assert [scalars.get("score") for scalars in ranks[0].metrics[epoch].per_rank] == [
             pytest.approx(sum(scores) / len(scores)) if scores else None for scores in own
         ]
+        told = ranks[0].metrics[epoch]
+        assert told.per_rank_samples == ([] if revision == "0.6" else [BATCH * n for n in batches])
+        assert [loss is None for loss in told.per_rank_loss] == ([] if revision == "0.6" else [not n for n in batches])
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_a_mixed_world(peer_binary, policy):
+@SPOKEN
+def test_a_mixed_world(peer_build, policy, revision, wire):
     """The crate's ranks 0 and 2 share their relays with ours, and one of ours dials the controller."""
     shape = 50
     with Stack(
-        peer_binary, "--hosts", "0,1;2,3;4", "--policy", policy, "--epochs", 3, "--samples", SAMPLES, "--batch", BATCH,
+        peer_build(revision), "--hosts", "0,1;2,3;4", "--policy", policy, "--epochs", 3, "--samples", SAMPLES,
+        "--batch", BATCH, revision=revision,
     ) as stack:
         theirs = [
-            subprocess.Popen(
-                [str(peer_binary), "rank", "--salt", SALT.hex(), "--rank", str(rank), "--world", "5",
-                 "--batch", str(BATCH),
-                 "--params", str(shape), "--data", str(stack.relays["data", rank][1]),
-                 "--control", str(stack.relays["control", rank][1])],
-                stdout=subprocess.PIPE, text=True,
-            )
+            peer_rank(peer_build(revision), stack, rank, shape, wire, "--form", "--batch", str(BATCH))
             for rank in (0, 2)
         ]
 
         def train(rank, direct):
             params = [np.full(shape, rank, f32)]
-            with Worker(params, formation=False, **stack.options(rank, direct)) as worker:
+            begun = None
+            with Worker(named(params), bf16_wire=wire == "bf16", **stack.options(rank, direct)) as worker:
+                begun = params[0].tolist()
                 for plan in worker.plans():
                     for _ in plan.batches(BATCH):
                         params[0] += f32(0.5)
                         worker.step(1.0)
-            return params[0], worker.steps
+            return params[0], worker.steps, begun
 
         ours = [Running(train, rank, rank == 4) for rank in (1, 3, 4)]
         ends = [run.result() for run in ours]
@@ -209,11 +221,24 @@ def test_a_mixed_world(peer_binary, policy):
         done = stack.lines()[-1]
     assert (done["done"], done["dead"], done["last_epoch"]) == (True, 0, 2)
     assert [report["ended"] for report in reports] == ["shutdown", "shutdown"]
-    assert done["global_step"] == sum(steps for _, steps in ends) + sum(report["steps"] for report in reports)
+    assert [begun for _, _, begun in ends] == [[0.0] * shape] * 3
+    assert done["global_step"] == sum(steps for _, steps, _ in ends) + sum(report["steps"] for report in reports)
     final = {report["first_param_bits"] for report in reports if report["all_equal"]}
     assert len(final) == 1
     expected = np.full(shape, int(final.pop(), 16), np.uint32).tobytes()
-    assert [array.tobytes() for array, _ in ends] == [expected] * 3
+    assert [array.tobytes() for array, _, _ in ends] == [expected] * 3
+
+
+def test_ranks_of_different_models(peer_build):
+    """The crate's 0.8 does not let them train; with it go both."""
+    with Stack(peer_build("0.8"), "--hosts", "0;1", revision="0.8") as stack:
+        ranks = [
+            Running(Worker, {name: np.zeros(3, f32)}, formation=False, **stack.options(rank))
+            for rank, name in enumerate(["weight", "wait"])
+        ]
+        for rank in ranks:
+            with pytest.raises(ff.ChannelError):
+                next(rank.result().plans())
 
 
 # ----------------------------------------------------------------------------------------------------------- faults
