@@ -1,5 +1,6 @@
 """JAX pytrees as models of a worker (docs/frameworks.md)."""
-# pyright: reportAttributeAccessIssue=false, reportMissingImports=false  # without JAX it takes this file for it
+# Where JAX is not installed pyright takes this file for it.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """PyTorch modules as models of a worker (docs/frameworks.md)."""
-# pyright: reportAttributeAccessIssue=false, reportMissingImports=false  # without PyTorch it takes this file for it
+# Where PyTorch is not installed pyright takes this file for it.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
 
 from __future__ import annotations
 
