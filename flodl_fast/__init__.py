@@ -8,8 +8,8 @@ try:
     from . import _codec, _round  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"flodl_fast's compiled modules cannot be loaded from {__path__[0]} ({error}); in a checkout, whose folder comes "
-        "before an installed flodl_fast, build them with `make build` or `pip install -e .`, which takes a C compiler"
+        f"flodl_fast's compiled modules cannot be loaded from {__path__[0]} ({error}); in a checkout, whose folder "
+        "comes before an installed flodl_fast, build them with `make build` or `pip install -e .`"
     ) from error
 
 from . import errors as _errors

@@ -209,6 +209,10 @@ class Model:
 
         A mapping has all buffers of a model: those of other dtypes than float32 stay local.
 
+        Args:
+            params: as for ``Worker``.
+            buffers: as for ``Worker``.
+
         Raises:
             TypeError: as ``Tensors``; or buffers beside a Model, which has its own.
             ValueError: no parameters.
