@@ -40,7 +40,8 @@ class Model(model.Model):
             is exact, and averages rounded on the way back.
 
     Attributes:
-        tree, state: the pytrees as they are now; yours to replace by others of the same structure, shapes and dtypes.
+        tree: yours to replace by another of the same structure, shapes and dtypes.
+        state: likewise.
 
     Raises:
         TypeError: a leaf of ``tree`` that is no JAX array, not float32, nor of half precision under
@@ -61,6 +62,7 @@ class Model(model.Model):
 
     @property
     def tree(self) -> Any:
+        """The pytree of parameters as it is now."""
         return self._tree.tree
 
     @tree.setter
@@ -69,6 +71,7 @@ class Model(model.Model):
 
     @property
     def state(self) -> Any:
+        """The pytree of buffers as it is now."""
         return self._state.tree
 
     @state.setter
