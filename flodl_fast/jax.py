@@ -1,5 +1,5 @@
 """JAX pytrees as models of a worker (docs/frameworks.md)."""
-# Without JAX a type checker takes this file for it.
+# Where JAX is not installed pyright takes this file for it.
 # pyright: reportAttributeAccessIssue=false, reportMissingImports=false
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class Model(model.Model):
         widen: take parameters of half precision, too: float16 and bfloat16 are widened to float32 on the way out, which
             is exact, and averages rounded on the way back.
 
+    Attributes:
+        tree: yours to replace by another of the same structure, shapes and dtypes.
+        state: likewise.
+
     Raises:
         TypeError: a leaf of ``tree`` that is no JAX array, not float32, nor of half precision under ``widen``.
     """
@@ -57,7 +61,7 @@ class Model(model.Model):
 
     @property
     def tree(self) -> Any:
-        """The parameters as they are now."""
+        """The pytree of parameters as it is now."""
         return self._tree.tree
 
     @tree.setter
@@ -66,7 +70,7 @@ class Model(model.Model):
 
     @property
     def state(self) -> Any:
-        """What is averaged beside them, as it is now."""
+        """The pytree of buffers as it is now."""
         return self._state.tree
 
     @state.setter
