@@ -107,10 +107,9 @@ class FrameReader(Generic[Item]):
         if self._error is not None:
             raise self._error
         try:
-            if self._take:
-                taken = self._take(self._buffer, self._start, self._prefixed, self._strict)
-            else:
-                taken = self._cut()
+            taken: tuple[Any, int] | None = (
+                self._take(self._buffer, self._start, self._prefixed, self._strict) if self._take else self._cut()
+            )
             if taken is None:
                 if self._ended:
                     self._whole()
