@@ -30,8 +30,8 @@ class Model(model.Model):
     """A pytree of parameters, and one of state that is averaged beside them.
 
     JAX arrays never change, so an average comes as new ones: take ``tree`` (and ``state``) anew for each step, and set
-    them after it. On the CPU nothing is copied on the way out, and once on the way back. The new arrays have the
-    dtype, the sharding and the device of those that they replace.
+    them after it, to others of the same structure, shapes and dtypes. On the CPU nothing is copied on the way out, and
+    once on the way back. The new arrays have the dtype, the sharding and the device of those that they replace.
 
     Args:
         tree: any pytree whose leaves are float32 JAX arrays.
@@ -44,8 +44,7 @@ class Model(model.Model):
         state: likewise.
 
     Raises:
-        TypeError: a leaf of ``tree`` that is no JAX array, not float32, nor of half precision under
-            ``widen``.
+        TypeError: a leaf of ``tree`` that is no JAX array, not float32, nor of half precision under ``widen``.
     """
 
     def __init__(self, tree: Any, state: Any = None, *, widen: bool = False) -> None:

@@ -1,5 +1,5 @@
 """PyTorch modules as models of a worker (docs/frameworks.md)."""
-# Where PyTorch is not installed pyright takes this file for it.
+# Without PyTorch a type checker takes this file for it.
 # pyright: reportAttributeAccessIssue=false, reportMissingImports=false
 
 from __future__ import annotations
