@@ -26,7 +26,6 @@ from .environment import Environment
 from .errors import *  # noqa: F403
 from .frames import Codec, MuxRecord
 from .jsonform import from_json, to_json
-from .local import LocalCluster
 from .messages import *  # noqa: F403
 from .protocol import MsgKind, MuxKind, Revision, RoundKind
 from .rounds import (
@@ -47,6 +46,7 @@ from .worker import Plan, Worker
 
 if _TYPE_CHECKING:
     from . import aio
+    from .local import LocalCluster
 
     __version__: str
 
@@ -90,9 +90,11 @@ __all__ += _messages.__all__
 
 
 def __getattr__(name: str) -> _Any:
-    # What few need and takes as long to import as all the rest: asyncio, and the reading of the package's metadata.
+    # What few need and takes as long to import as all the rest: asyncio, a cluster, the reading of metadata.
     if name == "aio":
         return _importlib.import_module(".aio", __name__)
+    if name == "LocalCluster":
+        return _importlib.import_module(".local", __name__).LocalCluster
     if name == "__version__":
         return _importlib.import_module("importlib.metadata").version("flodl_fast")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -494,7 +494,19 @@ cdef class TensorLayout:
         Both are signed in one pass, which takes little longer than one of them.
 
         Args:
+            codec: the Codec.
+            arrays: as ``encode``.
+            kind: as ``encode``.
+            weight: as ``encode``.
             record: the MuxKind.
+            out: a writable buffer for the record, from its first byte on.
+            scale: as ``encode``.
+
+        Returns:
+            The number of bytes written.
+
+        Raises:
+            TensorError, EncodeError, TypeError: as ``encode``.
         """
         return write_round(codec, self, arrays_of(arrays, True), kind, weight, out, 0, scale, record)
 

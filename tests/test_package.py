@@ -21,6 +21,7 @@ def test_an_import_brings_nothing_that_is_slow_to_import_and_seldom_needed():
 
 def test_what_is_imported_late_is_there_all_the_same():
     assert {"aio", "__version__", "Codec"} <= set(dir(ff))
+    assert ff.LocalCluster.__module__ == "flodl_fast.local"
     assert ff.aio.ControlChannel.__module__ == "flodl_fast.aio"
     assert ff.__version__.split(".")[0].isdecimal()
     with pytest.raises(AttributeError, match="'flodl_fast' has no attribute 'Codek'"):
