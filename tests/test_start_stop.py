@@ -124,10 +124,8 @@ def test_a_channel_that_has_failed_needs_no_garbage_collector(what, way):
     try:
         end, far = flavour.connect(what, way)
         far.close()
-        try:
+        with pytest.raises(ff.ChannelError, match="the peer has closed the channel"):
             end.recv() if what == "control" else end.gather(1.0)
-        except ff.ChannelError as error:
-            assert "closed the channel" in str(error)
         with pytest.raises(ff.ChannelClosed, match="the channel is closed: the peer has closed the channel"):
             end.send(ff.Heartbeat(0, 0) if what == "control" else ff.RoundFrame([np.ones(1, np.float32)]))
         flavour.close()
