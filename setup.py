@@ -56,7 +56,8 @@ class BuildExt(build_ext):
             return (["/Od", "/Zi"], ["/DEBUG"]) if DEBUG else (["/O2", "/fp:precise"], [])
         # Contracting a multiply and an add into one rounding would change the bits of a sum.
         compile_flags = ["-ffp-contract=off", "-fvisibility=hidden"]
-        compile_flags += ["-O0", "-g3"] if DEBUG else ["-O1", "-g"] if SANITIZE else ["-O3", "-g0"]  # what Python was built with may ask for -g
+        # Python's own flags may ask for -g, which makes a wheel five times as large.
+        compile_flags += ["-O0", "-g3"] if DEBUG else ["-O1", "-g"] if SANITIZE else ["-O3", "-g0"]
         if not SANITIZE:
             return compile_flags, []
         sanitize = f"-fsanitize={SANITIZE}"

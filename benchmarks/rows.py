@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import flodl_fast as ff
@@ -16,6 +18,7 @@ from . import rivals
 from .clock import Work
 
 CODEC = ff.Codec(rivals.KEY)
+LATEST = ff.Codec(rivals.KEY, "0.8")
 MIB = 1 << 20
 WEIGHT = 4.0
 
@@ -181,6 +184,72 @@ def layout_decode(count: int) -> Work:
     return Work(lambda _: all(map(np.array_equal, out, arrays)), layout.decode_into, (CODEC, data, out))
 
 
+def _half(nbytes: int) -> tuple[np.ndarray, ff.TensorLayout, np.ndarray]:
+    """A float32 tensor, its layout as bfloat16, and a buffer with the frame."""
+    tensor = model(nbytes)
+    layout = ff.TensorLayout.of([tensor], wire="bf16")
+    buffer = touched(layout.frame_size)
+    layout.encode(LATEST, [tensor], ff.RoundKind.MODEL, WEIGHT, buffer)
+    return tensor, layout, buffer
+
+
+def half_encode(nbytes: int) -> Work:
+    tensor, layout, buffer = _half(nbytes)
+    right = [tensor.astype(ml_dtypes.bfloat16)]
+    return Work(
+        lambda size: size == len(buffer) and _equal(LATEST.decode_round(buffer), right),
+        layout.encode,
+        (LATEST, [tensor], ff.RoundKind.MODEL, WEIGHT, buffer),
+    )
+
+
+def half_decode(nbytes: int) -> Work:
+    tensor, layout, buffer = _half(nbytes)
+    out = np.ones_like(tensor)
+    right = tensor.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return Work(lambda _: np.array_equal(out, right), layout.decode_into, (LATEST, buffer, [out]))
+
+
+def half_mac(nbytes: int) -> Work:
+    _, _, buffer = _half(nbytes)
+    return Work(lambda tag: tag == LATEST.mac(bytes(buffer)), LATEST.mac, (buffer,))
+
+
+def host_frame(nbytes: int, together: bool) -> Work:
+    """A round frame and the mux record around it, signed in one pass or one after the other."""
+    tensor = model(nbytes)
+    layout = ff.TensorLayout.of([tensor])
+    buffer = touched(25 + layout.frame_size)
+    frame = memoryview(buffer)[25:]
+    expected = CODEC.encode_mux(
+        ff.MuxRecord(ff.MuxKind.HOST_FRAME, payload=layout.encode(CODEC, [tensor], ff.RoundKind.MODEL, WEIGHT))
+    )
+
+    def one() -> bytes:
+        layout.encode_record(CODEC, [tensor], ff.RoundKind.MODEL, WEIGHT, ff.MuxKind.HOST_FRAME, buffer)
+        return bytes(buffer[17:25])
+
+    def two() -> bytes:
+        layout.encode(CODEC, [tensor], ff.RoundKind.MODEL, WEIGHT, frame)
+        CODEC.mac(memoryview(buffer)[8:])
+        return expected[17:25]
+
+    return Work(lambda tag: tag == expected[17:25], one if together else two)
+
+
+def threads(nbytes: int, workers: int) -> Work:
+    """Two rounds of so many bytes each, encoded by so many threads."""
+    tensors = [model(nbytes), model(nbytes)]
+    layout = ff.TensorLayout.of(tensors[:1])
+    buffers = [touched(layout.frame_size) for _ in tensors]
+    pool = ThreadPoolExecutor(workers)
+
+    def encode(tensor: np.ndarray, buffer: np.ndarray) -> int:
+        return layout.encode(CODEC, [tensor], ff.RoundKind.MODEL, WEIGHT, buffer)
+
+    return Work(lambda sizes: sizes == [layout.frame_size] * 2, lambda: list(pool.map(encode, tensors, buffers)))
+
+
 def parts(count: int, nbytes: int) -> list[np.ndarray]:
     """One tensor a rank, each in memory of its own; their sum in any order is exact."""
     return [model(nbytes) + rank for rank in range(count)]
@@ -338,6 +407,22 @@ ROWS: tuple[Row, ...] = (
         "sum_64KiB", "sum of four frames of 64 KiB", partial(fold, 4, MIB // 16),
         {"NumPy": 1.5}, "round_64KiB_1x.sum4_GBps_in", nbytes=4 * MIB // 16,
         rivals={"NumPy": lambda: rivals.numpy_sum(parts(4, MIB // 16))},
+    ),
+    _big(
+        "half_encode", "64 MiB of float32 to a bfloat16 round", half_encode, memory=0, goals={"MAC": 0.9},
+        rivals={"MAC": partial(half_mac, BIG)},
+    ),
+    _big(
+        "half_decode", "a bfloat16 round to 64 MiB of float32", half_decode, memory=0, goals={"MAC": 0.9},
+        rivals={"MAC": partial(half_mac, BIG)},
+    ),
+    _big(
+        "host_frame", "64 MiB round inside its mux record", partial(host_frame, together=True), memory=0,
+        goals={"two passes": 1.6}, rivals={"two passes": partial(host_frame, BIG, False)},
+    ),
+    _big(
+        "threads", "two rounds of 64 MiB by two threads", partial(threads, workers=2),
+        goals={"one thread": 1.8}, rivals={"one thread": partial(threads, BIG, 1)},
     ),
     # What the gate watches besides.
     Row("round_1MiB_into", "1 MiB round into a given buffer", partial(round_into, MIB), loss=STEADY),

@@ -6,10 +6,10 @@ from typing import Any as _Any
 
 try:
     from . import _codec, _round  # noqa: F401
-except ModuleNotFoundError as error:
+except ImportError as error:
     raise ImportError(
-        f"flodl_fast's compiled modules are missing ({error}); build them with `pip install .` in a checkout, "
-        "which needs a C compiler and Python's headers"
+        f"flodl_fast's compiled modules cannot be loaded from {__path__[0]} ({error}); in a checkout, whose folder "
+        "comes before an installed flodl_fast, build them with `make build` or `pip install -e .`"
     ) from error
 
 from . import errors as _errors

@@ -71,6 +71,8 @@ cdef class FrameCodec:
     cdef bint holds(self, const uint8_t* data, Py_ssize_t n, const uint8_t* tag) noexcept
     cdef void mac_begin(self, ff_mac_stream* stream) noexcept nogil
     cdef void mac_update(self, ff_mac_stream* stream, const uint8_t* data, Py_ssize_t n) noexcept nogil
+    cdef void mac_update_pair(self, ff_mac_stream* a, ff_mac_stream* b, const uint8_t* data,
+                              Py_ssize_t n) noexcept nogil
     cdef void mac_update_copy(self, ff_mac_stream* stream, uint8_t* to, const uint8_t* data,
                               Py_ssize_t n) noexcept nogil
     cdef void mac_end(self, ff_mac_stream* stream, uint8_t* out) noexcept nogil

@@ -445,7 +445,7 @@ cdef int make_room(Writer* w, Py_ssize_t room) except -1:
 
 cdef inline Py_ssize_t foresee(Py_ssize_t used, Py_ssize_t done, Py_ssize_t whole) noexcept:
     """The room that the whole will take, and a little more, where a part of it is done; within what is sane."""
-    return min(used * whole // done // 32 * 33, 16 * used) + 1024
+    return min(used * whole // done // 16 * 17, max(16 * used, 64 << 20)) + 1024
 
 
 cdef inline int reserve(Writer* w, Py_ssize_t n) except -1:
@@ -459,7 +459,7 @@ cdef object finish(Writer* w):
     cdef Py_ssize_t n = w.p - w.start
     if w.owner is NULL:
         return PyBytes_FromStringAndSize(<char*>w.start, n)
-    if w.end - w.p <= n >> 4:
+    if w.end - w.p <= n >> 3:
         # Cut short where it lies: an allocator that gets back less than is asked of it the next time keeps asking
         # the system for pages, which cost as much as hashing what they hold.
         w.p[0] = 0
@@ -704,7 +704,7 @@ cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
     w.where = &here
     while PyDict_Next(value, &at, &key, &item):
         written += 1
-        if (floats and PyFloat_CheckExact(item) and PyUnicode_CheckExact(key) and PyUnicode_IS_COMPACT_ASCII(key)):
+        if floats and PyFloat_CheckExact(item) and PyUnicode_CheckExact(key) and PyUnicode_IS_COMPACT_ASCII(key):
             length = PyUnicode_GET_LENGTH(key)
             reserve(w, length + 17)
             p = put_varint(w.p, length)
@@ -717,6 +717,8 @@ cdef int write_map(Writer* w, const Node* t, PyObject* value) except -1:
         write_value(w, &t.child[1], item)
         if written > n or PyDict_GET_SIZE(value) != n:
             raise bad_value(w, "changed its size while it was encoded")
+    if written != n:
+        raise bad_value(w, "changed its names while it was encoded")
     w.where = here.up
     return 0
 
@@ -1198,6 +1200,10 @@ cdef class FrameCodec:
 
     cdef void mac_update(self, ff_mac_stream* stream, const uint8_t* data, Py_ssize_t n) noexcept nogil:
         ff_mac_update(stream, data, n)
+
+    cdef void mac_update_pair(self, ff_mac_stream* a, ff_mac_stream* b, const uint8_t* data,
+                              Py_ssize_t n) noexcept nogil:
+        ff_mac_update_pair(a, b, data, n)
 
     cdef void mac_update_copy(self, ff_mac_stream* stream, uint8_t* to, const uint8_t* data,
                               Py_ssize_t n) noexcept nogil:
@@ -1866,7 +1872,7 @@ cdef class Records:
                 rows = np.array(rows, self.table.columns[variant][0])
             else:
                 n = len(rows) - self.left[<int>variant]
-                if self.left[<int>variant] <= n >> 4:
+                if self.left[<int>variant] <= n >> 3:
                     rows = rows[:n]             # kept whole, as in finish
                 else:
                     rows.resize(n, refcheck=False)

@@ -5,7 +5,7 @@ import numpy as np
 from typing_extensions import Buffer, Self, disjoint_base
 
 from ._codec import FrameCodec
-from .protocol import RoundKind
+from .protocol import MuxKind, RoundKind
 
 __all__ = [
     "Elided",
@@ -13,10 +13,13 @@ __all__ = [
     "TensorLayout",
     "TensorSums",
     "arrays_of",
+    "check_frame",
     "decode_round",
     "encode_round",
     "first_nonfinite",
+    "fold_frames",
     "fold_kernel",
+    "is_divided",
     "sum_tensors",
 ]
 
@@ -24,9 +27,11 @@ __all__ = [
 class Elided:
     def __new__(cls, shape: Iterable[int], dtype: str = "f32") -> Elided: ...
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's dimensions."""
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """ "f32" or "bf16"."""
     def __eq__(self, value: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
@@ -75,6 +80,17 @@ class TensorLayout:
         *,
         scale: float | None = None,
     ) -> int: ...
+    def encode_record(
+        self,
+        codec: FrameCodec,
+        arrays: Iterable[Any],
+        kind: RoundKind | int,
+        weight: float,
+        record: MuxKind,
+        out: Buffer,
+        *,
+        scale: float | None = None,
+    ) -> int: ...
     def parts(
         self, codec: FrameCodec, arrays: Iterable[Any], kind: RoundKind | int, weight: float
     ) -> list[memoryview]: ...
@@ -106,6 +122,11 @@ def encode_round(
     out: Buffer | None = None,
     offset: int = 0,
 ) -> bytes | int: ...
+def check_frame(cls: type, frame: Any, name: Any, kind: RoundKind | None, first_name: Any, finite: bool) -> float: ...
+def fold_frames(
+    cls: type, frames: list[Any], ranks: Sequence[Any], finite: bool, divide: bool
+) -> tuple[list[Any], RoundKind, float]: ...
+def is_divided(kind: RoundKind, weight: float) -> bool: ...
 def decode_round(
     codec: FrameCodec, buffer: Buffer, copy: bool, out: Iterable[Any] | None, keep: bool, finite: bool, trailing: str
 ) -> tuple[list[Any], RoundKind, float]: ...

@@ -16,10 +16,13 @@ __all__ = [
     "TensorLayout",
     "TensorSums",
     "arrays_of",
+    "check_frame",
     "decode_round",
     "encode_round",
     "first_nonfinite",
+    "fold_frames",
     "fold_kernel",
+    "is_divided",
     "sum_tensors",
 ]
 
@@ -33,7 +36,7 @@ from cpython.object cimport PyObject, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from cpython.ref cimport Py_INCREF
 from cpython.tuple cimport PyTuple_GET_ITEM
-from libc.math cimport isfinite
+from libc.math cimport INFINITY, isfinite
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
@@ -57,6 +60,7 @@ from flodl_fast.protocol import (
     DTYPE_BF16,
     DTYPE_F32,
     ELISION_SINCE,
+    MAGIC_MUX,
     MAGIC_ROUND,
     Revision,
     RoundKind,
@@ -66,8 +70,8 @@ from flodl_fast.protocol import (
 cdef extern from "_native/fold.h" nogil:
     void ff_fold_f32(float* out, const uint8_t** inputs, size_t frames, size_t n, int scaled, float scale)
     void ff_fold_bf16(uint8_t* out, const uint8_t** inputs, size_t frames, size_t n, int scaled, float scale)
-    void ff_add_f32(float* sums, const uint8_t* values, size_t n)
-    void ff_add_bf16(float* sums, const uint8_t* values, size_t n)
+    void ff_add_f32(float* sums, const uint8_t* values, size_t n, int first)
+    void ff_add_bf16(float* sums, const uint8_t* values, size_t n, int first)
     void ff_copy_scaled_f32(uint8_t* to, const void* values, size_t n, float scale)
     void ff_scale_f32(float* values, size_t n, float scale)
     void ff_scale_bf16(uint8_t* to, const uint8_t* values, size_t n, float scale)
@@ -114,6 +118,38 @@ cdef extern from *:
         ff_dl_tensor tensor;
     } ff_dl_versioned;
     #define FF_DL_UINT 1
+    /* Copies and compares of a few bytes, of which there are two a tensor: shorter than a call. */
+    static inline void ff_copy_few(uint8_t *to, const uint8_t *from, size_t n) {
+        if (n >= 16) {
+            for (size_t i = 0; i + 16 <= n; i += 16) memcpy(to + i, from + i, 16);
+            memcpy(to + n - 16, from + n - 16, 16);
+        } else if (n >= 8) {
+            uint64_t first, last;
+            memcpy(&first, from, 8);
+            memcpy(&last, from + n - 8, 8);
+            memcpy(to, &first, 8);
+            memcpy(to + n - 8, &last, 8);
+        } else {
+            for (size_t i = 0; i < n; i++) to[i] = from[i];
+        }
+    }
+    static inline int ff_same_head(const uint8_t *a, const uint8_t *b, size_t n) { /* at least 10 bytes */
+        uint64_t x, y, unlike = 0;
+        for (size_t i = 0; i + 8 <= n; i += 8) {
+            memcpy(&x, a + i, 8);
+            memcpy(&y, b + i, 8);
+            unlike |= x ^ y;
+        }
+        memcpy(&x, a + n - 8, 8);
+        memcpy(&y, b + n - 8, 8);
+        return (unlike | (x ^ y)) == 0;
+    }
+    #if defined(__GNUC__)
+    #define FF_FETCH(p) __builtin_prefetch(p)
+    #else
+    #define FF_FETCH(p) ((void)(p))
+    #endif
+
     #define FF_DL_BFLOAT 4
 
     #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
@@ -125,6 +161,9 @@ cdef extern from *:
     #endif
     """
     void ff_advise(char* start, size_t length) nogil
+    void ff_copy_few(uint8_t* to, const uint8_t* source, size_t n) nogil
+    bint ff_same_head(const uint8_t* a, const uint8_t* b, size_t n) nogil
+    void fetch "FF_FETCH"(const void* p) nogil
     ctypedef struct ff_dl_tensor:
         uint8_t code, bits
         uint16_t lanes
@@ -146,8 +185,12 @@ DEF QUIET = 16384           # bytes from which on the GIL is released
 DEF BLOCK = 32768           # bytes copied before they are hashed: they are still in the cache
 DEF MOST = 1 << 62          # bytes that no frame reaches
 DEF APART = 65536           # bytes from which on a tensor is hashed, or sent, by itself
+DEF STEP = 256              # bytes that are converted before they are hashed, while the next ones are fetched
+DEF FEW = 256               # bytes up to which a tensor is copied without a call
+DEF AHEAD = 8               # how many arrays ahead their memory is fetched
+DEF RECORD = 17             # a mux record's header up to its MAC
 
-cdef uint32_t ROUND_MAGIC = MAGIC_ROUND
+cdef uint32_t ROUND_MAGIC = MAGIC_ROUND, MUX_MAGIC = MAGIC_MUX
 cdef object WIRE_F32 = np.dtype("<f4")
 cdef object WIRE_U16 = np.dtype("<u2")      # the bits of bfloat16, which NumPy knows by a package alone
 cdef object BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -445,6 +488,16 @@ cdef class TensorLayout:
         """
         return write_round(codec, self, arrays_of(arrays, True), kind, weight, out, 0, scale)
 
+    def encode_record(self, FrameCodec codec not None, arrays, kind, weight, record, out, *, scale=None):
+        """As ``encode``, but what goes into ``out`` is a whole mux record with the frame as its payload.
+
+        Both are signed in one pass, which takes little longer than one of them.
+
+        Args:
+            record: the MuxKind.
+        """
+        return write_round(codec, self, arrays_of(arrays, True), kind, weight, out, 0, scale, record)
+
     def parts(self, FrameCodec codec not None, arrays, kind, weight):
         """The frame of these arrays as a list of buffers to send one after the other, with ``sendmsg`` for instance.
 
@@ -549,7 +602,7 @@ cdef class TensorLayout:
             return False
         for i in range(self.count):
             size = head_size(t[i].head)
-            if memcmp(source.data + t[i].data - size, t[i].head, size):
+            if not ff_same_head(source.data + t[i].data - size, t[i].head, size):
                 return False
         return True
 
@@ -623,17 +676,23 @@ cpdef tuple arrays_of(tensors, bint elided=False):
         TypeError: another dtype, a masked array, or no exported memory; nothing is converted. Also one tensor alone,
             whose rows nobody means to send.
     """
-    if hasattr(tensors, "__dlpack__"):
+    cdef tuple given
+    cdef list arrays = None
+    cdef Py_ssize_t i, n
+    if type(tensors) is not list and hasattr(tensors, "__dlpack__"):
         raise TypeError(f"expected several tensors, got one {type(tensors).__name__}")
-    cdef list arrays = list(tensors)
-    cdef Py_ssize_t i
-    for i in range(len(arrays)):
-        tensor = arrays[i]
-        if cnp.PyArray_CheckExact(tensor) and is_value(cnp.PyArray_TYPE(tensor)):
+    given = tuple(tensors)
+    n = len(given)
+    for i in range(n):
+        if i + AHEAD < n:
+            fetch(<void*>PyTuple_GET_ITEM(given, i + AHEAD))
+        tensor = <object>PyTuple_GET_ITEM(given, i)
+        if cnp.PyArray_CheckExact(tensor) and is_value(cnp.PyArray_TYPE(<cnp.ndarray>tensor)):
             continue
         if not (elided and type(tensor) is Elided):
+            arrays = list(given) if arrays is None else arrays
             arrays[i] = array_of(tensor, f"tensor {i}")
-    return tuple(arrays)
+    return given if arrays is None else tuple(arrays)
 
 
 cdef inline bint is_value(int type_number) noexcept nogil:
@@ -805,6 +864,10 @@ cdef int locate(TensorLayout layout, tuple arrays, Piece* pieces, const uint8_t*
     if len(arrays) != layout.count:
         raise TensorError(f"{layout.count} tensors expected, got {len(arrays)} arrays")
     for i in range(layout.count):
+        if i + AHEAD < layout.count and cnp.PyArray_CheckExact(<object>PyTuple_GET_ITEM(arrays, i + AHEAD)):
+            array = <cnp.ndarray><object>PyTuple_GET_ITEM(arrays, i + AHEAD)
+            fetch(cnp.PyArray_DIMS(array))
+            fetch(cnp.PyArray_DATA(array))
         item = <object>PyTuple_GET_ITEM(arrays, i)
         t = &layout.tensors[i]
         head = t.head
@@ -928,7 +991,7 @@ cdef int check_limits(FrameCodec codec, TensorLayout layout) except -1:
 
 
 cdef object write_round(FrameCodec codec, TensorLayout layout, tuple arrays, kind, weight, out, Py_ssize_t offset,
-                        scale):
+                        scale, record=None):
     cdef double mass = check_weight(weight)
     cdef bint scaled = scale is not None
     cdef float factor = <float><double>scale if scaled else 1
@@ -936,26 +999,40 @@ cdef object write_round(FrameCodec codec, TensorLayout layout, tuple arrays, kin
     cdef Piece* pieces
     cdef Output target = None
     cdef uint8_t* frame = NULL
+    cdef uint8_t* whole = NULL      # a mux record around the frame, if there is one
+    cdef Py_ssize_t size = layout.size + (0 if record is None else RECORD + TAG)
     check_limits(codec, layout)
     if out is not None:
         target = Output(out)
-        frame = target.room(offset, layout.size)
+        frame = target.room(offset, size)
+    if record is not None:
+        if layout.size > min(<uint64_t>codec.frame_ceiling, 0xFFFFFFFFu):
+            raise EncodeError(f"a round frame of {layout.size} bytes is above the limit of "
+                              f"{codec.frame_ceiling} (frame_ceiling) in a mux record")
+        whole = frame
+        frame += RECORD + TAG
     pieces = <Piece*>PyMem_Malloc((layout.count or 1) * sizeof(Piece))
     if pieces is NULL:
         raise MemoryError()
     try:
         locate(layout, arrays, pieces, frame, False)
-        result = layout.size
+        result = size
         if target is None:
             result = PyBytes_FromStringAndSize(NULL, layout.size)
             frame = <uint8_t*>PyBytes_AS_STRING(result)
             ff_advise(<char*>frame, layout.size)
         write_head(frame, layout, kind_byte, mass)
+        if whole is not NULL:
+            ff_store32(whole, MUX_MAGIC)
+            ff_store32(whole + 4, codec.mux_version)
+            whole[8] = record
+            ff_store32(whole + 9, 0)
+            ff_store32(whole + 13, <uint32_t>layout.size)
         if layout.size < QUIET:
-            compose(codec, layout, arrays, pieces, frame, scaled, factor)
+            compose(codec, layout, arrays, pieces, frame, scaled, factor, whole)
         else:
             with nogil:
-                compose(codec, layout, arrays, pieces, frame, scaled, factor)
+                compose(codec, layout, arrays, pieces, frame, scaled, factor, whole)
     finally:
         PyMem_Free(pieces)
     return result
@@ -1002,36 +1079,76 @@ cdef int fill(const Tensor* t, const Piece* piece, array, uint8_t* to, bint scal
     return 0
 
 
+cdef inline void fetch_range(const void* start, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t at = 0
+    while at < n:
+        fetch(<const char*>start + at)
+        at += 64
+
+
+cdef inline void sign(FrameCodec codec, ff_mac_stream* stream, ff_mac_stream* outer, const uint8_t* data,
+                      Py_ssize_t n) noexcept nogil:
+    if outer is NULL:
+        codec.mac_update(stream, data, n)
+    else:
+        codec.mac_update_pair(stream, outer, data, n)
+
+
 cdef int compose(FrameCodec codec, TensorLayout layout, tuple arrays, Piece* pieces, uint8_t* frame, bint scaled,
-                 float factor) except -1 nogil:
-    """Write the tensors behind the frame's first bytes and sign it, a block at a time."""
+                 float factor, uint8_t* whole) except -1 nogil:
+    """Write the tensors behind the frame's first bytes and sign it, a block at a time; and so the record around it."""
     cdef const Tensor* t
-    cdef ff_mac_stream stream
-    cdef Py_ssize_t i, n, done, signed_ = 0
+    cdef ff_mac_stream stream, record
+    cdef ff_mac_stream* outer = NULL
+    cdef Py_ssize_t i, n, done, ratio, signed_ = 0
     codec.mac_begin(&stream)
+    if whole is not NULL:
+        outer = &record
+        codec.mac_begin(outer)
+        codec.mac_update(outer, whole, RECORD)
     for i in range(layout.count):
         t = &layout.tensors[i]
         n = head_size(t.head)
-        memcpy(frame + t.data - n, t.head, n)
+        ff_copy_few(frame + t.data - n, t.head, n)
         if pieces[i].data is NULL and t.nbytes:
             with gil:
                 fill(t, &pieces[i], arrays[i], frame + t.data, scaled, factor)
-        if stands_apart(&pieces[i]) and not scaled:
+        elif t.nbytes <= FEW and not scaled and not pieces[i].converts and WIRE_IS_NATIVE:
+            if t.nbytes:
+                ff_copy_few(frame + t.data, <const uint8_t*>pieces[i].data, t.nbytes)
+            if t.data + t.nbytes - signed_ >= BLOCK:
+                sign(codec, &stream, outer, frame + signed_, t.data + t.nbytes - signed_)
+                signed_ = t.data + t.nbytes
+            continue
+        if stands_apart(&pieces[i]) and not scaled and outer is NULL:
             codec.mac_update(&stream, frame + signed_, t.data - signed_)
             codec.mac_update_copy(&stream, frame + t.data, <const uint8_t*>pieces[i].data, t.nbytes)
             signed_ = t.data + t.nbytes
             continue
         done = 0
+        # The hash is a chain of instructions that wait for each other: what is fetched meanwhile costs nothing.
+        while (pieces[i].converts or scaled) and pieces[i].data is not NULL and t.nbytes - done > 16 * STEP:
+            ratio = 2 if pieces[i].converts else 1
+            put(t, &pieces[i], frame + t.data + done, done, STEP, scaled, factor)
+            done += STEP
+            fetch_range(pieces[i].data + ratio * (done + 8 * STEP), ratio * STEP)
+            fetch_range(frame + t.data + done + 8 * STEP, STEP)
+            n = t.data + done & ~<Py_ssize_t>63     # whole blocks of the hash
+            sign(codec, &stream, outer, frame + signed_, n - signed_)
+            signed_ = n
         while done < t.nbytes:
             n = min(t.nbytes - done, <Py_ssize_t>BLOCK)
             if pieces[i].data is not NULL:
                 put(t, &pieces[i], frame + t.data + done, done, n, scaled, factor)
             done += n
             if t.data + done - signed_ >= BLOCK:
-                codec.mac_update(&stream, frame + signed_, t.data + done - signed_)
+                sign(codec, &stream, outer, frame + signed_, t.data + done - signed_)
                 signed_ = t.data + done
-    codec.mac_update(&stream, frame + signed_, layout.size - TAG - signed_)
+    sign(codec, &stream, outer, frame + signed_, layout.size - TAG - signed_)
     codec.mac_end(&stream, frame + layout.size - TAG)
+    if outer is not NULL:
+        codec.mac_update(outer, frame + layout.size - TAG, TAG)
+        codec.mac_end(outer, whole + RECORD)
     return 0
 
 
@@ -1116,6 +1233,8 @@ cdef int scatter(TensorLayout layout, const uint8_t* frame, tuple arrays, const 
                 spread(t, frame + t.data, <object>PyTuple_GET_ITEM(arrays, i), pieces[i].converts)
         elif t.nbytes == 0:
             memset(pieces[i].data, 0, pieces[i].nbytes)
+        elif t.nbytes <= FEW and not pieces[i].converts and WIRE_IS_NATIVE:
+            ff_copy_few(<uint8_t*>pieces[i].data, frame + t.data, t.nbytes)
         elif pieces[i].converts:
             ff_widen_bf16(pieces[i].data, frame + t.data, t.nbytes // 2)
         else:
@@ -1240,7 +1359,10 @@ def sum_tensors(frames, ranks, scale):
     Raises:
         TensorError: the frames do not match; the message names frame, tensor and what differs.
     """
-    cdef list rows = [arrays_of(tensors, True) for tensors in frames]
+    return sum_rows([arrays_of(tensors, True) for tensors in frames], ranks, scale)
+
+
+cdef list sum_rows(list rows, ranks, scale):
     cdef Py_ssize_t i, j, k, count = len(rows[0])
     cdef const uint8_t** inputs
     cdef cnp.ndarray array
@@ -1306,15 +1428,18 @@ cdef cnp.ndarray wire_values(array):
     return np.asarray(bits_of(array), WIRE_U16 if code_of(array) == BF16 else WIRE_F32, order="C")
 
 
-cdef int check_match(tuple arrays, name, tuple firsts, first_name) except -1:
+cdef int check_match(tuple arrays, name, tuple firsts, first_name, bytearray codes=None) except -1:
+    """The dtypes of the first ones are the codes, where these are given."""
     cdef Py_ssize_t i
+    cdef int code
     if len(arrays) != len(firsts):
         raise TensorError(f"frame {name} has {len(arrays)} tensors, frame {first_name} has {len(firsts)}")
     for i in range(len(arrays)):
         ours, theirs = arrays[i], firsts[i]
-        if code_of(ours) != code_of(theirs):
+        code = code_of(theirs) if codes is None else codes[i]
+        if code_of(ours) != code:
             raise TensorError(f"frame {name}, tensor {i}: {DTYPE_NAMES[code_of(ours)]}, "
-                              f"frame {first_name} has {DTYPE_NAMES[code_of(theirs)]}")
+                              f"frame {first_name} has {DTYPE_NAMES[code]}")
         if not same_shape(ours, theirs):
             raise TensorError(f"frame {name}, tensor {i}: shape {ours.shape}, frame {first_name} has {theirs.shape}")
     return 0
@@ -1326,6 +1451,13 @@ cdef inline bint same_shape(ours, theirs) except -1:
     return cnp.PyArray_SAMESHAPE(<cnp.ndarray>ours, <cnp.ndarray>theirs)
 
 
+cdef inline void add_values(float* sums, const uint8_t* values, size_t n, bint half, bint first) noexcept nogil:
+    if half:
+        ff_add_bf16(sums, values, n, first)
+    else:
+        ff_add_f32(sums, values, n, first)
+
+
 @cython.auto_pickle(False)
 cdef class TensorSums:
     """The sums of frames' tensors that come one frame after the other; the same bits as ``sum_tensors`` gives.
@@ -1334,13 +1466,13 @@ cdef class TensorSums:
         tensors: those of the first frame.
     """
 
-    cdef tuple firsts       # an Elided for each tensor: its dtype and shape
-    cdef list totals        # a float32 array for each; None while all frames have elided the tensor
+    cdef bytearray codes    # the dtypes
+    cdef list totals        # a float32 array for each tensor; an Elided while all frames have elided it
 
     def __init__(self, tensors):
         cdef tuple arrays = arrays_of(tensors, True)
-        self.firsts = tuple([Elided(array.shape, "bf16" if code_of(array) == BF16 else "f32") for array in arrays])
-        self.totals = [None] * len(arrays)
+        self.codes = bytearray([code_of(array) for array in arrays])
+        self.totals = [Elided(array.shape, "bf16" if code_of(array) == BF16 else "f32") for array in arrays]
         self.take_in(arrays)
 
     def add(self, tensors, name, first_name):
@@ -1350,33 +1482,36 @@ cdef class TensorSums:
             TensorError: as ``sum_tensors``; the names are what to call this frame and the first.
         """
         cdef tuple arrays = arrays_of(tensors, True)
-        check_match(arrays, name, self.firsts, first_name)
+        check_match(arrays, name, tuple(self.totals), first_name, self.codes)
         self.take_in(arrays)
 
     cdef int take_in(self, tuple arrays) except -1:
         cdef Py_ssize_t i
         cdef cnp.ndarray total, array
         cdef const uint8_t* values
+        cdef float* sums
         cdef size_t n
         cdef bint half, first
         cdef list totals = [
-            empty_like(tensor, cnp.NPY_FLOAT) if sums is None and type(tensor) is not Elided else sums
-            for tensor, sums in zip(arrays, self.totals)
+            empty_like(tensor, cnp.NPY_FLOAT) if type(held) is Elided and type(tensor) is not Elided else held
+            for tensor, held in zip(arrays, self.totals)
         ]
         for i in range(len(arrays)):
-            if type(arrays[i]) is Elided:
+            item = <object>PyTuple_GET_ITEM(arrays, i)
+            if type(item) is Elided:
                 continue
-            half, first = code_of(arrays[i]) == BF16, self.totals[i] is None
-            array, total = wire_values(arrays[i]), totals[i]
+            half, first = self.codes[i] == BF16, type(self.totals[i]) is Elided
+            array = <cnp.ndarray>item
+            if not (WIRE_IS_NATIVE and cnp.PyArray_ISCARRAY_RO(array)):
+                array = wire_values(array)
+            total = totals[i]
             n = cnp.PyArray_SIZE(total)
-            values = <const uint8_t*>cnp.PyArray_BYTES(array)
-            with nogil:
-                if first:
-                    memset(cnp.PyArray_DATA(total), 0, 4 * n)
-                if half:
-                    ff_add_bf16(<float*>cnp.PyArray_DATA(total), values, n)
-                else:
-                    ff_add_f32(<float*>cnp.PyArray_DATA(total), values, n)
+            sums, values = <float*>cnp.PyArray_DATA(total), <const uint8_t*>cnp.PyArray_BYTES(array)
+            if n * 4 < QUIET:
+                add_values(sums, values, n, half, first)
+            else:
+                with nogil:
+                    add_values(sums, values, n, half, first)
         self.totals = totals
         return 0
 
@@ -1385,16 +1520,18 @@ cdef class TensorSums:
         cdef cnp.ndarray total, narrow
         cdef uint8_t* to
         cdef size_t n
-        cdef Elided first
+        cdef Py_ssize_t i
         cdef float factor = 1.0 if scale is None else <float><double>scale
         cdef bint scaled = scale is not None
         cdef list sums = []
-        for first, total in zip(self.firsts, self.totals):
-            if total is None:
-                sums.append(first)
+        for i in range(len(self.totals)):
+            item = self.totals[i]
+            if type(item) is Elided:
+                sums.append(item)
                 continue
+            total = <cnp.ndarray>item
             n = cnp.PyArray_SIZE(total)
-            if first.code == BF16:
+            if self.codes[i] == BF16:
                 narrow = empty_like(total, NPY_BFLOAT16)
                 to = <uint8_t*>cnp.PyArray_DATA(narrow)
                 with nogil:
@@ -1408,6 +1545,66 @@ cdef class TensorSums:
                     ff_scale_f32(<float*>cnp.PyArray_DATA(total), n, factor)
             sums.append(total)
         return sums
+
+
+def check_frame(cls, frame, name, kind, first_name, bint finite):
+    """The weight of a RoundFrame, which is ``cls``, once its kind is that of the first one, if there is one.
+
+    Raises:
+        TypeError: no frame, or a weight of another type.
+        TensorError: another kind, a weight that cannot be, or a value that ``finite`` refuses.
+    """
+    cdef double mass
+    if type(frame) is not cls and not isinstance(frame, cls):
+        raise TypeError(f"frame {name}: expected a RoundFrame, got {type(frame).__name__}")
+    if kind is not None and frame.kind is not kind:
+        raise TensorError(f"frame {name} is {frame.kind.name}, frame {first_name} is {kind.name}")
+    if finite:
+        for i, tensor in enumerate(arrays_of(frame.tensors, True)):
+            found = first_nonfinite(tensor)
+            if found is not None:
+                raise TensorError(f"frame {name}, tensor {i}: {found[1]} at element {found[0]}")
+    weight = frame.weight
+    if type(weight) is not float:
+        weight = plain_number(weight, False)
+        if weight is None:
+            raise TypeError(f"frame {name}: weight: expected a float, got {type(frame.weight).__name__}")
+    mass = weight
+    if not (isfinite(mass) and mass >= 0):
+        raise TensorError(f"frame {name}: weight must be finite and not negative, got {weight}")
+    return mass
+
+
+def fold_frames(cls, list frames, ranks, bint finite, bint divide):
+    """(tensors, kind, weight) of the sum of these RoundFrames, which are ``cls``; divided by the weight if it counts.
+
+    Args:
+        ranks: what to call each frame in an error.
+        finite: refuse a NaN or an infinity among the inputs.
+        divide: multiply the sums of a MODEL frame by ``float32(1 / weight)``.
+
+    Raises:
+        As ``check_frame`` and ``sum_tensors``.
+    """
+    cdef double weight = -0.0   # from there on, for weights that are all -0.0 sum to -0.0 in the crate, unlike tensors
+    cdef list rows = []
+    cdef Py_ssize_t j
+    kind = None
+    for j in range(len(frames)):
+        frame = frames[j]
+        mass = frame.weight if type(frame) is cls else None
+        if type(mass) is float and 0 <= <double>mass < INFINITY and not finite and (kind is None or frame.kind is kind):
+            weight += <double>mass
+        else:
+            weight += check_frame(cls, frame, ranks[j], kind, ranks[0], finite)
+        kind = frame.kind
+        rows.append(arrays_of(frame.tensors, True))
+    return sum_rows(rows, ranks, 1.0 / weight if divide and is_divided(kind, weight) else None), kind, weight
+
+
+cpdef bint is_divided(kind, double weight):
+    """Whether a reduction divides a sum of that kind by that weight."""
+    return kind is RoundKind.MODEL and weight > 0
 
 
 def first_nonfinite(tensor):

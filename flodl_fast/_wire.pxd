@@ -32,6 +32,7 @@ cdef extern from "_native/sha256.h" nogil:
     void ff_mac_begin(ff_mac_stream* stream, const ff_mac_key* key)
     void ff_mac_update(ff_mac_stream* stream, const uint8_t* data, size_t length)
     void ff_mac_update_copy(ff_mac_stream* stream, uint8_t* to, const uint8_t* data, size_t length)
+    void ff_mac_update_pair(ff_mac_stream* a, ff_mac_stream* b, const uint8_t* data, size_t length)
     void ff_mac_end(ff_mac_stream* stream, const ff_mac_key* key, uint8_t* tag)
     bint ff_mac_equal(const uint8_t* a, const uint8_t* b)
     const char* ff_sha256_kernels()

@@ -75,7 +75,9 @@ class _Link(net.Link):
             except BlockingIOError:
                 if not self._ready(selectors.EVENT_READ, wait):
                     return None
-            except OSError:
+            except OSError as error:
+                if error.errno is None:  # The system's have one; this is what a signal handler raises.
+                    raise
                 return 0
 
     def write(self, data: Any) -> None:
@@ -89,6 +91,8 @@ class _Link(net.Link):
                     if not self._ready(selectors.EVENT_WRITE, self.deadlines.write_stall):
                         raise net.stalled(self.deadlines) from None
                 except OSError as error:
+                    if error.errno is None:
+                        raise
                     raise ChannelClosed(f"the peer has closed the channel ({error})") from error
 
     def _ready(self, event: int, wait: float | None) -> bool:

@@ -1,5 +1,6 @@
 """CUDA arrays of any library, by way of CuPy; those of PyTorch go their own way (docs/frameworks.md)."""
-# pyright: reportAttributeAccessIssue=false, reportMissingImports=false  # without CuPy it takes this file for it
+# Without CuPy a type checker takes this file for it.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
 
 from __future__ import annotations
 

@@ -265,6 +265,9 @@ class Codec(FrameCodec):
     def measure_control_hello(self, head: bytes) -> int:
         """The bytes of a whole control hello, told by its first eight: those of a later revision are more.
 
+        Args:
+            head: its first eight bytes, or more of it.
+
         Raises:
             DecodeError: TruncatedError, BadMagicError, VersionMismatchError.
         """

@@ -594,7 +594,10 @@ class _Flow:
         """The frames that this piece completes."""
         if self._other:
             return
-        if piece.missing:
+        if piece.missing > packets.WINDOW:  # too much for zeros to stand for: the frame that it began in is given up
+            self._drop(len(self._data) + piece.missing)
+            self._seeking, self._finder = True, Finder(self._inspector)
+        elif piece.missing:
             start = self._offset + len(self._data)
             self._holes.append((start, start + piece.missing))
             self._data += bytes(piece.missing)

@@ -1,5 +1,6 @@
 """JAX pytrees as models of a worker (docs/frameworks.md)."""
-# pyright: reportAttributeAccessIssue=false, reportMissingImports=false  # without JAX it takes this file for it
+# Where JAX is not installed pyright takes this file for it.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class Model(model.Model):
     """A pytree of parameters, and one of state that is averaged beside them.
 
     JAX arrays never change, so an average comes as new ones: take ``tree`` (and ``state``) anew for each step, and set
-    them after it. On the CPU nothing is copied on the way out, and once on the way back. The new arrays have the
-    dtype, the sharding and the device of those that they replace.
+    them after it, to others of the same structure, shapes and dtypes. On the CPU nothing is copied on the way out, and
+    once on the way back. The new arrays have the dtype, the sharding and the device of those that they replace.
 
     Args:
         tree: any pytree whose leaves are float32 JAX arrays.
@@ -39,11 +40,11 @@ class Model(model.Model):
             is exact, and averages rounded on the way back.
 
     Attributes:
-        tree, state: the pytrees as they are now; yours to replace by others of the same structure, shapes and dtypes.
+        tree: yours to replace by another of the same structure, shapes and dtypes.
+        state: likewise.
 
     Raises:
-        TypeError: a leaf of ``tree`` that is no JAX array, not float32, nor of half precision under
-            ``widen``.
+        TypeError: a leaf of ``tree`` that is no JAX array, not float32, nor of half precision under ``widen``.
     """
 
     def __init__(self, tree: Any, state: Any = None, *, widen: bool = False) -> None:
@@ -60,6 +61,7 @@ class Model(model.Model):
 
     @property
     def tree(self) -> Any:
+        """The pytree of parameters as it is now."""
         return self._tree.tree
 
     @tree.setter
@@ -68,6 +70,7 @@ class Model(model.Model):
 
     @property
     def state(self) -> Any:
+        """The pytree of buffers as it is now."""
         return self._state.tree
 
     @state.setter

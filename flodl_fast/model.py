@@ -115,7 +115,9 @@ class Tensors:
     ) -> None:
         if hasattr(tensors, "__dlpack__"):
             raise TypeError(f"{what}: expected several tensors, got one {type(tensors).__name__}")
+        self._what = what
         self._slots: dict[int, tuple[Lane, Slot]] = {}
+        self._shared: dict[int, Any] = {}  # of PyTorch, which can give a tensor other memory
         memories = []
         for i, tensor in enumerate(tensors):
             try:
@@ -123,7 +125,8 @@ class Tensors:
                 if lane is not None:
                     self._slots[i] = lane, lane.slot(tensor)
                     tensor = self._slots[i][1].array
-                elif hasattr(tensor, "detach"):  # PyTorch's, out of its graph
+                elif hasattr(tensor, "detach"):
+                    self._shared[i] = tensor
                     tensor = tensor.detach().numpy()
             except TypeError as error:
                 raise TypeError(f"{what}: tensor {i}: {error}") from None
@@ -157,7 +160,18 @@ class Tensors:
         return sum(array.nbytes for array in self._arrays)
 
     def pull(self) -> None:
-        """Begin to bring the tensors' values into the arrays."""
+        """Begin to bring the tensors' values into the arrays.
+
+        Raises:
+            RuntimeError: a shared tensor has been given other memory.
+        """
+        for i, tensor in self._shared.items():
+            array = self._arrays[i]
+            if array.size and tensor.data_ptr() != array.ctypes.data:
+                raise RuntimeError(
+                    f"{self._what}: tensor {i} has other memory than when the worker was made, and would average what "
+                    "is left behind: move a module, or set .data, before that"
+                )
         for lane in self._lanes:
             lane.begin()
         for lane, slot in self._slots.values():
@@ -208,6 +222,10 @@ class Model:
         """The model of what a worker is given; its names are known where it is mappings.
 
         A mapping has all buffers of a model: those of other dtypes than float32 stay local.
+
+        Args:
+            params: the parameters, or a whole Model.
+            buffers: what is averaged beside them.
 
         Raises:
             TypeError: as ``Tensors``; or buffers beside a Model, which has its own.

@@ -635,7 +635,6 @@ class Rounds:
         self._asked = layout, RoundKind(kind), arrays, wire
         whole = self._out.view(MUX_HEADER + size)
         if self._mux:
-            _seal(self._codec, self._sent, whole)
             return whole
         struct.pack_into("<I", whole, MUX_HEADER - LENGTH_PREFIX, size)
         return whole[MUX_HEADER - LENGTH_PREFIX :]
@@ -646,8 +645,12 @@ class Rounds:
         size, limit = layout.frame_size, min(self._codec.frame_ceiling, protocol.MAX_PREFIX)
         if size > limit:
             raise EncodeError(f"a round frame of {size} bytes is above the limit of {limit} (frame_ceiling)")
-        room = self._out.view(MUX_HEADER + size)[MUX_HEADER:]
-        return layout.encode(self._codec, arrays, kind, weight, out=room, scale=scale)
+        whole = self._out.view(MUX_HEADER + size)
+        if self._mux:
+            layout.encode_record(self._codec, arrays, kind, weight, self._sent, whole, scale=scale)
+        else:
+            layout.encode(self._codec, arrays, kind, weight, out=whole[MUX_HEADER:], scale=scale)
+        return size
 
     def tell(self, message: RelayMsg) -> bytes:
         """The bytes that carry a relay message; none where frames have length prefixes."""
@@ -780,21 +783,11 @@ def _check_reply(tensors: Sequence[np.ndarray], asked: Sequence[Any], wire: str 
             raise TensorError(f"tensor {i}: the reply is {came}, the request was {sent}")
 
 
-def _seal(codec: Codec, kind: MuxKind, whole: memoryview) -> None:
-    """Make a mux record of the payload that starts at MUX_HEADER.
-
-    The MAC covers header and payload as one, so the header is signed right before the payload and then moved.
-    """
-    gap = MUX_HEADER - _RECORD.size
-    size = len(whole) - MUX_HEADER
-    _RECORD.pack_into(whole, gap, protocol.MAGIC_MUX, protocol.VERSIONS[codec.revision].mux, kind, 0, size)
-    tag = codec.mac(whole[gap:])
-    whole[: _RECORD.size] = bytes(whole[gap:MUX_HEADER])
-    whole[_RECORD.size : MUX_HEADER] = tag
-
-
 def _open(codec: Codec, whole: memoryview) -> MuxKind:
-    """The kind of a mux record, its header measured before, its MAC checked here; the header is moved as in _seal."""
+    """The kind of a mux record, its header measured before, its MAC checked here.
+
+    That covers header and payload as one, so the header is moved right before the payload.
+    """
     gap = MUX_HEADER - _RECORD.size
     tag = bytes(whole[_RECORD.size : MUX_HEADER])
     whole[gap:MUX_HEADER] = bytes(whole[: _RECORD.size])

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from . import _round
-from ._codec import plain_number
 from ._round import Elided, TensorLayout
 from .errors import TensorError
 from .protocol import MIN_FRAME_CEILING, RoundKind
@@ -125,12 +124,12 @@ class RoundFold:
         """
         if self._sums is None:
             name = 0 if name is None else name
-            weight = _check(frame, name, None, name, finite)
+            weight = _round.check_frame(RoundFrame, frame, name, None, name, finite)
             self._sums = _round.TensorSums(frame.tensors)
             self._kind, self._weight, self._first, self._count = frame.kind, weight, name, 1
             return
         name = self._count if name is None else name
-        weight = _check(frame, name, self._kind, self._first, finite)
+        weight = _round.check_frame(RoundFrame, frame, name, self._kind, self._first, finite)
         self._sums.add(frame.tensors, name, self._first)
         self._weight += weight
         self._count += 1
@@ -147,8 +146,8 @@ class RoundFold:
         if self._sums is None:
             raise TensorError(_NO_FRAME)
         sums, self._sums = self._sums, None
-        scale = _scale(self._kind, self._weight) if divide else None
-        return RoundFrame(sums.result(scale), self._kind, self._weight)
+        scale = 1.0 / self._weight if divide and _round.is_divided(self._kind, self._weight) else None
+        return _made(sums.result(scale), self._kind, self._weight)
 
 
 _NO_FRAME = "no frame is there to reduce"
@@ -157,37 +156,14 @@ _NO_FRAME = "no frame is there to reduce"
 def _fold(frames: list[RoundFrame], ranks: Sequence[int], finite: bool, divide: bool) -> RoundFrame:
     if not frames:
         raise TensorError(_NO_FRAME)
-    kind: RoundKind | None = None
-    # From -0.0 on: weights that are all -0.0 sum to -0.0 in the crate, unlike its tensors.
-    weight = -0.0
-    for rank, frame in zip(ranks, frames, strict=True):
-        weight += _check(frame, rank, kind, ranks[0], finite)
-        kind = frame.kind
-    scale = _scale(frames[0].kind, weight) if divide else None
-    return RoundFrame(_round.sum_tensors([f.tensors for f in frames], ranks, scale), frames[0].kind, weight)
+    return _made(*_round.fold_frames(RoundFrame, frames, ranks, finite, divide))
 
 
-def _check(frame: RoundFrame, name: Any, kind: RoundKind | None, first_name: Any, finite: bool) -> float:
-    """The frame's weight, once its kind is that of the first one, if there is one."""
-    if not isinstance(frame, RoundFrame):
-        raise TypeError(f"frame {name}: expected a RoundFrame, got {type(frame).__name__}")
-    if kind is not None and frame.kind is not kind:
-        raise TensorError(f"frame {name} is {frame.kind.name}, frame {first_name} is {kind.name}")
-    for i, tensor in enumerate(_round.arrays_of(frame.tensors, True) if finite else ()):
-        found = _round.first_nonfinite(tensor)
-        if found is not None:
-            raise TensorError(f"frame {name}, tensor {i}: {found[1]} at element {found[0]}")
-    weight = frame.weight if type(frame.weight) is float else plain_number(frame.weight, False)
-    if weight is None:
-        raise TypeError(f"frame {name}: weight: expected a float, got {type(frame.weight).__name__}")
-    if not (math.isfinite(weight) and weight >= 0):
-        raise TensorError(f"frame {name}: weight must be finite and not negative, got {weight}")
-    return float(weight)
-
-
-def _scale(kind: RoundKind, weight: float) -> float | None:
-    """What a sum is multiplied by to be an average; None where it stays as it is."""
-    return 1.0 / weight if kind is RoundKind.MODEL and weight > 0 else None
+def _made(tensors: list[np.ndarray], kind: RoundKind, weight: float) -> RoundFrame:
+    """A frame of what is known to fit."""
+    frame = RoundFrame.__new__(RoundFrame)
+    frame.tensors, frame.kind, frame.weight = tensors, kind, weight
+    return frame
 
 
 def gamma_mass(n: float, gamma: float = 1.0) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 from ._codec import is_strict
 from ._round import RoundMeter, TensorLayout
@@ -107,10 +107,8 @@ class FrameReader(Generic[Item]):
         if self._error is not None:
             raise self._error
         try:
-            if self._take:
-                taken = self._take(self._buffer, self._start, self._prefixed, self._strict)
-            else:
-                taken = self._cut()
+            take = self._take
+            taken = take(self._buffer, self._start, self._prefixed, self._strict) if take else self._cut()
             if taken is None:
                 if self._ended:
                     self._whole()
@@ -118,10 +116,8 @@ class FrameReader(Generic[Item]):
         except FlodlError as error:
             self._error = error
             raise
-        item: Item
-        item, size = taken
-        self._start += size
-        return item
+        self._start += taken[1]
+        return cast(Item, taken[0])
 
     @property
     def pending(self) -> int:

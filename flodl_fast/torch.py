@@ -1,5 +1,6 @@
 """PyTorch modules as models of a worker (docs/frameworks.md)."""
-# pyright: reportAttributeAccessIssue=false, reportMissingImports=false  # without PyTorch it takes this file for it
+# Without PyTorch a type checker takes this file for it.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
 
 from __future__ import annotations
 

@@ -678,11 +678,11 @@ class _Averaging:
         """
         trained = data.gather(steps).any()
         params = own = self.params.arrays
-        buffers = self.buffers.arrays
         if trained:
             params = self._reduce(data, own, gamma_mass(steps, self._gamma), self._kept_params)
-            if buffers:
-                buffers = self._reduce(data, buffers, mover_mass(steps), self._kept_buffers)
+        buffers = self.buffers.arrays  # which may have been on their way until now
+        if trained and buffers:
+            buffers = self._reduce(data, buffers, mover_mass(steps), self._kept_buffers)
         before, after, distance = norm(own), norm(params), norm(own, params)
         self.params.adopt(params, self._alpha)
         self.buffers.adopt(buffers)

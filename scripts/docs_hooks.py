@@ -16,22 +16,6 @@ PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?!https?:|#)[^)#]+)(#[^)]*)?\)")
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave pages out of the nav that are not there."""
-    config.nav = _present(config.nav or [])
-    return config
-
-
-def _present(nav: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    there = [
-        {title: _present(entry) if isinstance(entry, list) else entry}
-        for item in nav
-        for title, entry in item.items()
-        if isinstance(entry, list) or entry in PAGES.values() or (ROOT / "docs" / entry).exists()
-    ]
-    return there
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of the repository's root."""
     for name, page in PAGES.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import subprocess
 import sys
@@ -88,6 +89,27 @@ def test_big_messages_among_small_ones(prefixed):
     assert CODEC.decode_many(whole, prefixed=prefixed) == (messages, len(whole))
     assert [rows["index"].tolist() for rows in CODEC.timing_columns(whole, prefixed=prefixed).values()] == [
         [0, 2, 5], [3], [1, 4]]
+
+
+@pytest.mark.parametrize("sizes", [
+    [200_000] + [1] * 300, [1] * 300 + [200_000], [1] * 40 + [3000] * 40 + [1] * 40, [1, 500] * 100, [40] * 2000,
+])
+def test_frames_of_all_sizes_fit_whatever_room_was_foreseen(prefixed, sizes):
+    messages = [ff.DashboardSetMetadata(i, "x" * size) for i, size in enumerate(sizes)]
+    whole, _ = frames_of(messages, prefixed)
+    got = CODEC.encode_many(messages, prefixed=prefixed)
+    assert got == whole
+    # A bytes object ends with a null byte that C code may rely on.
+    assert ctypes.string_at(ctypes.cast(ctypes.c_char_p(got), ctypes.c_void_p).value, len(got) + 1) == whole + b"\0"
+
+
+def test_one_message_changed_on_the_way_is_taken_each_time():
+    def beats():
+        message = ff.Heartbeat(1, 0)
+        for message.step_count in range(100):
+            yield message
+
+    assert CODEC.encode_many(beats()) == CODEC.encode_many([ff.Heartbeat(1, i) for i in range(100)])
 
 
 # --------------------------------------------------------------------------------------------------------- decode_many
@@ -270,6 +292,20 @@ def test_columns_hold_what_decode_many_gives(prefixed):
         messages = drawn(seed, 600, kinds=kinds)
         whole = CODEC.encode_many(messages, prefixed=prefixed)
         check_columns(CODEC.timing_columns(whole, prefixed=prefixed), messages)
+
+
+@pytest.mark.parametrize("counts", [(64,), (65,), (2000,), (1, 500), (500, 1, 300), (40, 40, 40, 40)])
+def test_columns_of_any_length(counts):
+    """Runs of one variant, then of another: more than was foreseen, and less."""
+    kinds = [lambda i: ff.Batch(i, i / 3, 0.5, i, batch_loss=0.25), lambda i: ff.LrUpdate(i, 1 / (1 + i))]
+    messages = [kinds[run % 2](i) for run, count in enumerate(counts) for i in range(count)]
+    columns = CODEC.timing_columns(CODEC.encode_many(messages))
+    check_columns(columns, messages)
+    for rows in columns.values():
+        # No memory of others shows where a record has no field.
+        raw = np.frombuffer(rows.tobytes(), np.uint8).reshape(len(rows), -1)
+        used = {at + i for of, at in rows.dtype.fields.values() for i in range(of.itemsize)}
+        assert not raw[:, sorted(set(range(rows.itemsize)) - used)].any()
 
 
 @pytest.mark.parametrize("cls", VARIANTS, ids=crate_name)

@@ -97,4 +97,4 @@ def test_wrong_use(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["completion", "fish"])
     assert caught.value.code == 2
-    assert "'bash', 'zsh'" in capsys.readouterr().err or "bash, zsh" in capsys.readouterr().err
+    assert "usage: flodl-fast completion" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import struct
 import subprocess
@@ -30,17 +31,21 @@ tshark = shutil.which("tshark")
 needs_tshark = pytest.mark.skipif(tshark is None, reason="tshark is not installed: make test-wireshark")
 
 
-def dissect(path, *options):
-    """The flodl fields of a file: name, shown text and bytes, in their order."""
-    done = subprocess.run(
-        [tshark, "-X", f"lua_script:{ROOT / 'tools' / 'flodl.lua'}", "-r", path, "-T", "pdml", "-J", "flodl", *options],
-        capture_output=True, timeout=120,
-    )
+def run_tshark(path, *options):
+    """What tshark prints of a file with the dissector, which must not fail."""
+    script = ROOT / "tools" / "flodl.lua"
+    command = [tshark, "-X", f"lua_script:{script}", "-r", path, *options]
+    done = subprocess.run(command, capture_output=True, timeout=120)
     text = done.stderr.decode()
     assert "Lua" not in text, text
     assert done.returncode == 0, text
+    return done.stdout
+
+
+def dissect(path, *options):
+    """The flodl fields of a file: name, shown text and bytes, in their order."""
     found = []
-    for field in ElementTree.fromstring(done.stdout).iter():
+    for field in ElementTree.fromstring(run_tshark(path, "-T", "pdml", "-J", "flodl", *options)).iter():
         name = field.get("name", "")
         if name.startswith(("flodl.", "_ws.lua.error")):
             found.append((name, field.get("show"), bytes.fromhex(field.get("value", ""))))
@@ -223,6 +228,31 @@ def test_bytes_that_are_no_message(record):
     found = dissect(record(b"\xe3\x17\x0d\xf1" + b"".join(signed_frame(2, payload) for payload in bad)))
     assert sum(name == "flodl.malformed" for name, *_ in found) == len(bad)
     assert not [name for name, *_ in found if name == "_ws.lua.error"]
+
+
+@needs_tshark
+def test_damage_never_stops_it(tmp_path):
+    """Many connections, each with a few frames of which some bytes are others: what they are is told, or nothing."""
+    rng = random.Random(9)
+    frames = [bytes.fromhex(case["frame"]) for name in FILES for case in golden(name, "0.8")]
+    frames += [CODEC.encode_round(ff.RoundFrame([np.ones((2, 3), "f4")])) for _ in range(20)]
+    packets = []
+    for n in range(400):
+        frame = bytearray(rng.choice(frames))
+        for _ in range(rng.randint(1, 3)):
+            frame[rng.randrange(4, len(frame))] = rng.choice((0, 1, 0xFB, 0xFD, 0xFF, rng.randrange(256)))
+        record = CODEC.encode_mux(ff.MuxRecord(rng.choice((ff.MuxKind.DATA, ff.MuxKind.HOST_FRAME)), 0, bytes(frame)))
+        stream = rng.choice((b"\xe2\x17\x0d\xf1" + record, len(frame).to_bytes(4, "little") + frame, bytes(frame)))
+        talk = Talk(("10.0.1.1", 20000 + n))
+        packets += [*talk.open(), talk.up(stream)]
+    path = tmp_path / "damaged.pcap"
+    path.write_bytes(pcap(packets))
+    # As lines: text with control characters in it would be no XML.
+    fields = ("-T", "fields", "-E", "separator=|", "-e", "_ws.lua.error", "-e", "flodl.malformed")
+    lines = run_tshark(path, *fields).decode(errors="replace").splitlines()
+    complaints = [line.partition("|") for line in lines if "|" in line]
+    assert not [error for error, *_ in complaints if error]
+    assert sum(bool(malformed) for *_, malformed in complaints) > 50
 
 
 @needs_tshark

@@ -168,6 +168,35 @@ def test_strided_and_swapped_arrays():
     assert [words(a) for a in into] == [words(a) for a in arrays(1)]
 
 
+# Inside a mux record --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("record", [ff.MuxKind.HOST_FRAME, ff.MuxKind.BROADCAST])
+@pytest.mark.parametrize("sizes", [[], [0, 3], [5, 16_384, 3], [100_001], [7] * 3000], ids=lambda s: str(s)[:24])
+def test_a_record_is_written_and_signed_with_its_frame(record, sizes):
+    tensors = [noise(i, size) for i, size in enumerate(sizes)]
+    layout = ff.TensorLayout.of(tensors)
+    for scale in (None, 0.5):
+        frame = layout.encode(CODEC, tensors, 0, 2.0, scale=scale)
+        expected = CODEC.encode_mux(ff.MuxRecord(record, 0, frame))
+        room = bytearray(len(expected) + 3)
+        assert layout.encode_record(CODEC, tensors, 0, 2.0, record, room, scale=scale) == len(expected)
+        assert room == expected + bytes(3)
+    strided = [np.repeat(t, 2)[::2] for t in tensors]
+    assert layout.encode_record(CODEC, strided, 0, 2.0, record, room) == len(expected)
+    assert CODEC.decode_mux(room).payload == layout.encode(CODEC, tensors, 0, 2.0)
+
+
+def test_a_record_that_does_not_fit_is_not_begun():
+    layout, room = ff.TensorLayout.of(arrays(1)), bytearray(25 + ff.TensorLayout.of(arrays(1)).frame_size - 1)
+    with pytest.raises(ff.EncodeError, match=r"room|bytes"):
+        layout.encode_record(CODEC, arrays(1), 0, 1.0, ff.MuxKind.HOST_FRAME, room)
+    small = ff.Codec(SALT, frame_ceiling=layout.frame_size - 1)
+    with pytest.raises(ff.EncodeError, match=r"frame_ceiling\) in a mux record"):
+        layout.encode_record(small, arrays(1), 0, 1.0, ff.MuxKind.HOST_FRAME, bytearray(500))
+    assert not any(room)
+
+
 # Parts, to send without joining --------------------------------------------------------------------------
 
 

@@ -251,6 +251,20 @@ def test_a_map_that_changes_while_it_is_encoded():
             CODEC.encode(ff.MetricsMsg(1, 2, scalars=scalars))
 
 
+def test_a_map_that_swaps_its_names_while_it_is_encoded():
+    """It keeps its size, but more names come by than were announced."""
+    class Swap:
+        dtype, shape = "float64", ()
+
+        def __float__(self):
+            scalars["late"] = scalars.pop("a")
+            return 1.0
+
+    scalars = {"a": 0.5, "b": Swap(), "c": 2.0}
+    with pytest.raises(ff.EncodeError, match="changed its names"):
+        CODEC.encode(ff.EpochAggregated(ff.EpochMetrics(1, scalars)))
+
+
 def test_a_struct_that_is_dropped_while_it_is_encoded():
     message = ff.StartEpoch(ff.EpochPlan(0, 8, 9))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
@@ -261,6 +262,22 @@ def test_a_segment_that_was_never_captured():
     ]
     assert [entry.step for entry in entries if entry.name == "Heartbeat"] == [0, 1, 2, 3, *range(7, 200)]
     assert all(entry.good for entry in entries)
+
+
+def test_a_gap_of_a_gigabyte_takes_no_memory():
+    talk = Talk()
+    far = 1 << 30
+    packets = [*talk.open(), talk.up(STREAM[:100]), talk.up(STREAM[24:], at=far)]
+    tracemalloc.start()
+    try:
+        entries, _ = inspect(pcap(packets))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
+    assert [entry.step for entry in entries[1:]] == [0, 1, *range(200)]
+    assert entries[3].offset == far + 4
+    assert entries[3].notes == [f"{far - 24 - 2 * 31} bytes before it are no whole frame"]
 
 
 def test_packets_that_are_cut_short():

@@ -121,6 +121,22 @@ def test_frames_come_one_at_a_time_and_no_sooner(framing):
     assert reader.next() is None
 
 
+def test_what_is_fed_and_not_taken_is_told(framing):
+    items = some(framing[0], count=3)[:3]
+    first, second, third = frames_of(items, framing)
+    reader = new(framing)
+    assert (reader.pending, reader.rest) == (0, b"")
+    reader.feed(first + second + third[:-1])
+    for left in (first + second + third[:-1], second + third[:-1], third[:-1]):
+        assert (reader.pending, reader.rest) == (len(left), left)
+        last = reader.next()
+    assert last is None
+    other = new(framing)
+    other.feed(reader.rest + third[-1:])
+    assert as_oracle(other.next()) == as_oracle(items[2])
+    assert (other.pending, other.rest) == (0, b"")
+
+
 @pytest.mark.parametrize("form", [
     bytes, bytearray, memoryview, lambda data: memoryview(bytearray(data))[:],
     lambda data: np.frombuffer(data, np.uint8),

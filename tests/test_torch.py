@@ -9,7 +9,7 @@ from hashlib import sha256
 import cuda_stand_in as stand_in
 import numpy as np
 import pytest
-from worker_support import Coordinator, ask_for_an_average, stepped
+from worker_support import CODEC, Coordinator, Running, ask_for_an_average, stepped
 
 import flodl_fast as ff
 
@@ -112,13 +112,22 @@ def test_cpu_float32_is_shared_and_nothing_else():
     assert len(half.buffers) == 0  # buffers of half precision stay local
 
 
+def test_other_memory_is_noticed():
+    net = torch.nn.Linear(2, 2)
+    tensors = module.Model(net).params
+    tensors.pull()
+    net.weight.data = net.weight.data.clone()
+    with pytest.raises(RuntimeError, match="params: tensor 0 has other memory than when the worker was made"):
+        tensors.pull()
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_precision_travels_as_float32_where_asked(coordinator, dtype):
     net = torch.nn.Linear(5, 3).to(dtype)
     with pytest.raises(TypeError, match=r'parameter weight: expected float32, got b?float16; .*widen=True'):
         module.Model(net)
     with pytest.raises(TypeError, match="tensor 0: expected float32"):
-        ff.Worker(net.parameters(), rank=0, world=1, codec=None, data=("", 0), control=("", 0))
+        ff.Worker(net.parameters(), rank=0, world=1, codec=CODEC, data=("", 0), control=("", 0))
     params = values(net.parameters())
     others = [a + f32(0.5) for a in params]
     averaged(coordinator, module.Model(net, widen=True), params, [], others, [])
@@ -145,7 +154,7 @@ def test_other_dtypes_are_refused(dtype, error):
 
 
 def test_what_cannot_be_asked():
-    options = {"rank": 0, "world": 1, "codec": None, "data": ("", 0), "control": ("", 0)}
+    options = {"rank": 0, "world": 1, "codec": CODEC, "data": ("", 0), "control": ("", 0)}
     with pytest.raises(TypeError, match="buffers of its own"):
         ff.Worker(module.Model(torch.nn.Linear(2, 2)), buffers=[np.zeros(1, f32)], **options)
     with pytest.raises(ValueError, match="at least one parameter"):
@@ -163,6 +172,26 @@ def test_the_signature_is_of_names_dtypes_and_shapes_as_declared():
         for tag, name, code, *dims in entries
     )
     assert module.Model(net, widen=True).sig == sha256(plain).digest()
+
+
+def test_ranks_of_0_8_in_bfloat16():
+    """Their signatures agree, since their modules do; bfloat16 values travel as they are."""
+
+    def train(environment, bias):
+        net = torch.nn.Linear(2, 1).bfloat16()
+        torch.nn.init.constant_(net.weight, 1.0)
+        torch.nn.init.constant_(net.bias, bias)
+        model = module.Model(net, widen=True)
+        options = {"environment": ff.Environment.read(environment), "bf16_wire": True, "formation": False}
+        with ff.Worker.from_env(model, **options) as worker:
+            for plan in worker.plans():
+                for _ in plan.batches(1):
+                    worker.step(0.5)
+        return [p.tolist() for p in net.parameters()]
+
+    with ff.LocalCluster(2, 2, 1, 1, revision="0.8") as cluster:
+        ranks = [Running(train, cluster.environment(rank), bias) for rank, bias in enumerate((1.0, 2.0))]
+        assert [rank.result() for rank in ranks] == [[[[1.0, 1.0]], [1.5]]] * 2
 
 
 def test_the_repr():

@@ -235,6 +235,9 @@ class Tensor:
     def detach(self):
         return Detached(self.array)
 
+    def data_ptr(self):
+        return self.array.ctypes.data
+
 
 class Detached:
     def __init__(self, array):

@@ -8,6 +8,9 @@
  * than reading the result from memory later. */
 #define STREAM_BYTES ((size_t)256 << 10)
 
+/* Copies do so from this size on: below it what they overwrite is likely in a cache. */
+#define FAR_BYTES ((size_t)4 << 20)
+
 /* Frames folded in one pass. The CPU fetches ahead for no more arrays than this, so further frames come
  * in passes of their own, over a chunk of values that stays in the cache. */
 #define GROUP 12
@@ -214,14 +217,14 @@ void ff_fold_bf16(uint8_t *out, const uint8_t *const *in, size_t frames, size_t 
     }
 }
 
-void ff_add_f32(float *acc, const uint8_t *in, size_t n)
+void ff_add_f32(float *acc, const uint8_t *in, size_t n, int first)
 {
-    active->fold(acc, 1, &in, 1, 0, n, 1.0f, 0);
+    active->fold(acc, !first, &in, 1, 0, n, 1.0f, 0);
 }
 
-void ff_add_bf16(float *acc, const uint8_t *in, size_t n)
+void ff_add_bf16(float *acc, const uint8_t *in, size_t n, int first)
 {
-    active->fold(acc, 1, &in, 1, 1, n, 1.0f, 0);
+    active->fold(acc, !first, &in, 1, 1, n, 1.0f, 0);
 }
 
 void ff_scale_f32(float *x, size_t n, float scale)
@@ -241,7 +244,7 @@ void ff_scale_bf16(uint8_t *dst, const uint8_t *src, size_t n, float scale)
 
 void ff_widen_bf16(void *dst, const uint8_t *src, size_t n)
 {
-    active->widen(dst, src, n, n >= STREAM_BYTES / 4);
+    active->widen(dst, src, n, n >= FAR_BYTES / 4);
 }
 
 void ff_narrow_bf16(uint8_t *dst, const void *src, size_t n, int scaled, float scale)
@@ -271,7 +274,7 @@ size_t ff_first_nonfinite_bf16(const uint8_t *data, size_t n)
 
 void ff_copy(void *dst, const void *src, size_t length)
 {
-    if (length >= STREAM_BYTES)
+    if (length >= FAR_BYTES)
         active->copy(dst, src, length);
     else if (length)
         memcpy(dst, src, length);

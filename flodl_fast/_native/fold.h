@@ -18,9 +18,9 @@ void ff_fold_f32(float *out, const uint8_t *const *in, size_t frames, size_t n, 
  * and rounded again. */
 void ff_fold_bf16(uint8_t *out, const uint8_t *const *in, size_t frames, size_t n, int scaled, float scale);
 
-/* acc[i] += in[i] */
-void ff_add_f32(float *acc, const uint8_t *in, size_t n);
-void ff_add_bf16(float *acc, const uint8_t *in, size_t n);
+/* acc[i] += in[i]; first: acc[i] = 0.0f + in[i]. */
+void ff_add_f32(float *acc, const uint8_t *in, size_t n, int first);
+void ff_add_bf16(float *acc, const uint8_t *in, size_t n, int first);
 
 /* x[i] *= scale */
 void ff_scale_f32(float *x, size_t n, float scale);

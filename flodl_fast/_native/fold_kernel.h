@@ -93,18 +93,18 @@ INLINE TARGET void NAME(fold_block)(float *out, int resume, const uint8_t *const
 }
 
 INLINE TARGET void NAME(fold_all)(float *out, int resume, const uint8_t *const *in, size_t frames, int half,
-                                  size_t n, float scale, int stream)
+                                  size_t n, float scale, int width, int stream)
 {
     size_t i = 0;
     if (STREAMS && stream) {
         i = TO_LINE(out) / 4;
         fold_plain(out, resume, in, frames, half, 0, i, scale);
-        for (; i + WIDTH * LANES <= n; i += WIDTH * LANES)
-            NAME(fold_block)(out, resume, in, frames, half, i, scale, WIDTH, 1);
+        for (; i + width * LANES <= n; i += width * LANES)
+            NAME(fold_block)(out, resume, in, frames, half, i, scale, width, 1);
         FENCE();
     }
-    for (; i + WIDTH * LANES <= n; i += WIDTH * LANES)
-        NAME(fold_block)(out, resume, in, frames, half, i, scale, WIDTH, 0);
+    for (; i + width * LANES <= n; i += width * LANES)
+        NAME(fold_block)(out, resume, in, frames, half, i, scale, width, 0);
     for (; i + LANES <= n; i += LANES)
         NAME(fold_block)(out, resume, in, frames, half, i, scale, 1, 0);
     fold_plain(out, resume, in, frames, half, i, n, scale);
@@ -113,10 +113,14 @@ INLINE TARGET void NAME(fold_all)(float *out, int resume, const uint8_t *const *
 TARGET static void NAME(fold)(float *out, int resume, const uint8_t *const *in, size_t frames, int half, size_t n,
                               float scale, int stream)
 {
-    if (half)
-        NAME(fold_all)(out, resume, in, frames, 1, n, scale, stream);
+    if (frames == 1 && !stream && half)
+        NAME(fold_all)(out, resume, in, 1, 1, n, scale, 4, 0);
+    else if (frames == 1 && !stream)
+        NAME(fold_all)(out, resume, in, 1, 0, n, scale, 4, 0);
+    else if (half)
+        NAME(fold_all)(out, resume, in, frames, 1, n, scale, WIDTH, stream);
     else
-        NAME(fold_all)(out, resume, in, frames, 0, n, scale, stream);
+        NAME(fold_all)(out, resume, in, frames, 0, n, scale, WIDTH, stream);
 }
 
 TARGET static void NAME(widen)(uint8_t *dst, const uint8_t *src, size_t n, int stream)

@@ -699,12 +699,3 @@ void ff_mac_end(ff_mac_stream *stream, const ff_mac_key *key, uint8_t tag[FF_TAG
     active->finish(digest, &end, key->outer);
     memcpy(tag, digest, FF_TAG_BYTES);
 }
-
-int ff_mac_equal(const uint8_t a[FF_TAG_BYTES], const uint8_t b[FF_TAG_BYTES])
-{
-    uint64_t x, y;
-    memcpy(&x, a, sizeof x);
-    memcpy(&y, b, sizeof y);
-    x ^= y;
-    return (int)(1 ^ (x | (0 - x)) >> 63);
-}

@@ -9,6 +9,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #define FF_TAG_BYTES 8
 
@@ -47,7 +48,14 @@ void ff_mac_update_pair(ff_mac_stream *a, ff_mac_stream *b, const uint8_t *data,
 void ff_mac32(const ff_mac_key *key, const uint8_t *data, size_t length, uint8_t digest[32]);
 
 /* 1 if the tags are equal, in a time that does not depend on where they differ. */
-int ff_mac_equal(const uint8_t a[FF_TAG_BYTES], const uint8_t b[FF_TAG_BYTES]);
+static inline int ff_mac_equal(const uint8_t a[FF_TAG_BYTES], const uint8_t b[FF_TAG_BYTES])
+{
+    uint64_t x, y;
+    memcpy(&x, a, sizeof x);
+    memcpy(&y, b, sizeof y);
+    x ^= y;
+    return (int)(1 ^ (x | (0 - x)) >> 63);
+}
 
 /* Kernels. "portable" is in use until ff_sha256_use(NULL) picks the best one, once, before other threads
  * call anything here. */

@@ -13,15 +13,18 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from conftest import SALT, golden
+from packet_support import Talk, pcap, pcapng
 from support import MESSAGE_FILES, NUMBER_OF
 
 import flodl_fast as ff
 from flodl_fast import capture, cli, protocol
+from flodl_fast.inspection import FRAMINGS
 from flodl_fast.messages import PAYLOADS
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -211,7 +214,7 @@ def reader(data: bytes) -> None:
             check(outcome(found.next) is end, "an error does not stick")
         return items, end
 
-    step = 1 + pieces
+    step = max(1 + pieces, len(stream) // 64)  # byte by byte where that is not long
     whole = read(iter([stream]))
     check(read(stream[at:at + step] for at in range(0, len(stream), step)) == whole, "pieces change what is read")
 
@@ -271,18 +274,18 @@ def decode_command(data: bytes) -> None:
 
 
 def inspect_command(data: bytes) -> None:
-    """Any file given to ``inspect``: lines of JSON, or a table that cannot steer a terminal."""
+    """Any file given to ``inspect``: lines of JSON, or text that cannot steer a terminal."""
     options = Options(data)
-    framing = cli.FRAMINGS[options.pick(len(cli.FRAMINGS))]
+    framing = FRAMINGS[options.pick(len(FRAMINGS))]
     salt = ["--salt", SALT.hex()] if options.pick(2) else []
-    as_json = ["--json"] if options.pick(2) else []
+    shown = [("--json",), (), ("--summary",), ("--summary", "--json")][options.pick(4)]
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         file.write(options.rest)
         file.flush()
-        code, printed = _command("inspect", file.name, "--framing", framing, *salt, *as_json)
+        code, printed = _command("inspect", file.name, "--framing", framing, *salt, *shown)
     check(code in (0, 1), f"exit code {code}")
-    if as_json:
+    if "--json" in shown:
         for line in printed.split("\n")[:-1]:
             check(isinstance(json.loads(line), dict), line)
     else:
@@ -375,27 +378,31 @@ def _json_seeds(codec: ff.Codec, revision: str) -> Seeds:
 
 
 def _line_seeds(codec: ff.Codec, revision: str) -> Seeds:
-    for name in (*MESSAGE_FILES, "mutated"):
-        for case in golden(name, revision):
-            yield 0, json.dumps({"salt": case["salt"], "frame": case["frame"]}).encode()
-            if "msg" in case:
-                yield 1, json.dumps({"salt": case["salt"], "kind": case["kind"], "msg": case["msg"]}).encode()
+    cases = [case for name in (*MESSAGE_FILES, "mutated") for case in golden(name, revision)]
+    for at in range(0, len(cases), 20):
+        some = cases[at:at + 20]
+        yield 0, b"".join(json.dumps({"salt": case["salt"], "frame": case["frame"]}).encode() + b"\n" for case in some)
+        yield 1, b"".join(
+            json.dumps({"salt": case["salt"], "kind": case["kind"], "msg": case["msg"]}).encode() + b"\n"
+            for case in some if "msg" in case
+        )
 
 
 def _file_seeds(codec: ff.Codec, revision: str) -> Seeds:
-    for number, prefixed, bodies in _streams(codec, revision):
+    for at, (number, prefixed, bodies) in enumerate(islice(_streams(codec, revision), 0, None, 7)):
         kind = STREAMS[number]
         frames = [SIGN[kind](codec, body) for body in bodies]
-        stream = b"".join((len(frame).to_bytes(4, "little") if prefixed else b"") + frame for frame in frames)
+        pieces = [(len(frame).to_bytes(4, "little") if prefixed else b"") + frame for frame in frames]
         recorded = io.BytesIO()
         writer = capture.CaptureWriter(recorded, revision=revision)
         for frame in frames:
             writer.write(frame, "rank 0", capture.Direction.UP, time_ns=0)
-        for salted_and_json in range(4):
-            option = len(cli.FRAMINGS) * salted_and_json
-            yield option, stream
-            yield option, recorded.getvalue()
-            yield option + cli.FRAMINGS.index("prefixed-" * prefixed + kind), stream
+        talk = Talk()
+        packets = [*talk.open(), *(talk.up(piece[:1400]) for piece in pieces)]
+        ways = len(FRAMINGS) * (at % 8)  # with salt and without, shown in every way
+        yield ways + FRAMINGS.index("prefixed-" * prefixed + kind), b"".join(pieces)
+        for data in (b"".join(pieces), recorded.getvalue(), pcap(packets), pcapng(packets)):
+            yield ways, data
 
 
 _SEEDS: dict[str, Callable[[ff.Codec, str], Seeds]] = {

@@ -12,15 +12,16 @@ from demo_support import Recording, check_inspect, check_order, check_rounds, re
 from flodl_fast import cli
 from flodl_fast.capture import Direction
 
-EPOCHS = 12
 
-
-def test_the_crate_trains_the_same_ranks(peer_binary, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("revision", "epochs", "accuracy"), [("0.6", 12, 95), ("0.8", 3, 80)])
+def test_the_crate_trains_the_same_ranks(peer_build, tmp_path, monkeypatch, capsys, revision, epochs, accuracy):
+    peer_build(revision)
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["demo", "--peer", "--epochs", str(EPOCHS), "--salt", SALT.hex()]) == 0
-    table = read_table(capsys.readouterr().out, EPOCHS)
-    assert table.accuracy >= 95
+    options = ["--revision", revision, "--epochs", str(epochs), "--target", str(accuracy / 100)]
+    assert cli.main(["demo", "--peer", *options, "--salt", SALT.hex()]) == 0
+    table = read_table(capsys.readouterr().out, epochs)
+    assert table.accuracy >= accuracy
 
     traffic = Recording(Path("demo.cap").read_bytes(), SALT, 3)
     assert len(traffic.records) == table.messages

@@ -102,7 +102,7 @@ def expected_refusal(codec, crate):
         size, shape = len(tensor["bytes"]) // 2, tensor["shape"]
         width = DTYPES[revision].get(tensor["dtype"])
         whole = math.prod(shape) * (width or 0)
-        if width is None or size != whole and not (revision == "0.8" and size == 0):
+        if width is None or (size != whole and not (revision == "0.8" and size == 0)):
             return ff.TensorError
         total += whole
         if total > codec.frame_ceiling:

@@ -12,7 +12,6 @@ from worker_support import Stack
 
 import flodl_fast as ff
 
-
 JUDGED = [
     pytest.param(row, sender, reader, id=f"{row.name}-{sender}-{reader}")
     for row in ROWS

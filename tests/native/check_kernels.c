@@ -518,7 +518,7 @@ static void check_fold_bf16(size_t n, size_t frames, size_t alignment)
     for (size_t f = 0; f < frames; f++) {
         areas[f] = random_halves(n, random32() % 64);
         in[f] = areas[f].data;
-        ff_add_bf16((float *)(void *)acc.data, in[f], n);
+        ff_add_bf16((float *)(void *)acc.data, in[f], n, f == 0);
     }
     for (int scaled = 0; scaled < 2; scaled++) {
         size_t right = 0;
@@ -588,7 +588,7 @@ static void check_add_and_scale(size_t n, size_t in_alignment)
 
     for (size_t i = 0; i < n; i++)
         expected[i] = value_of(before[i]) + value_of(values[i]);
-    ff_add_f32((float *)(void *)acc.data, in.data, n);
+    ff_add_f32((float *)(void *)acc.data, in.data, n, 0);
     size_t wrong = first_difference(acc.data, expected, n);
     CHECK(wrong == n, "add of %zu at %zu: value %zu", n, in_alignment, wrong);
 
@@ -694,7 +694,7 @@ static void check_fold_kernel(void)
         check_copy(((size_t)256 << 10) + alignment * 37, alignment, 63 - alignment);
     }
     ff_fold_f32(NULL, NULL, 0, 0, 1, 2.0f);
-    ff_add_f32(NULL, NULL, 0);
+    ff_add_f32(NULL, NULL, 0, 0);
     ff_scale_f32(NULL, 0, 2.0f);
     ff_copy(NULL, NULL, 0);
     ff_swap32(NULL, NULL, 0);
