@@ -110,7 +110,7 @@ class Watched:
         if self.first is None or self.runs <= WARM_UP:
             return []
         found = []
-        if self.last[1:] != self.first[1:]:
+        if any(now > before for now, before in zip(self.last[1:], self.first[1:], strict=True)):
             found.append(f"{self.name}: {self.last[1:]} descriptors and threads, {self.first[1:]} at first")
         if self.last[0] - self.first[0] > GROWTH:
             found.append(f"{self.name}: its memory has grown by {(self.last[0] - self.first[0]) / 2**20:.1f} MiB")
