@@ -122,7 +122,7 @@ coverage: ## line coverage of the Python and Cython sources
 	$(MAKE) $(VENV)/.with-dev
 	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
 
-bench: $(VENV)/.with-bench ## speeds beside the crate's and other libraries'; writes docs/performance.md
+bench: $(VENV)/.with-bench ## speeds beside the crate's and other libraries'; writes docs/performance.md (FLODL_BENCH_REVISION=0.8: prints those of 0.8)
 	$(BIN)/python -m benchmarks.report
 
 bench-gate: $(VENV)/.with-bench ## compare the working tree's speeds with a revision's: make bench-gate BASE=HEAD~1
