@@ -207,8 +207,6 @@ class Model:
     Attributes:
         params: the parameters.
         buffers: what is averaged beside them.
-        sig: the signature that the ranks of a cluster of revision 0.8 compare; None where names are not known. It
-            raises TypeError or EncodeError where ``model_sig`` does.
     """
 
     def __init__(self, params: Tensors, buffers: Tensors, sig: bytes | Exception | None = None) -> None:
@@ -218,6 +216,11 @@ class Model:
 
     @property
     def sig(self) -> bytes | None:
+        """The signature that the ranks of a cluster of revision 0.8 compare; None where names are not known.
+
+        Raises:
+            TypeError, EncodeError: as ``model_sig``.
+        """
         if isinstance(self._sig, Exception):
             raise self._sig.with_traceback(None)
         return self._sig
