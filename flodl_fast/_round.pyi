@@ -20,6 +20,7 @@ __all__ = [
     "fold_frames",
     "fold_kernel",
     "is_divided",
+    "kind_of",
     "sum_tensors",
 ]
 
@@ -86,7 +87,7 @@ class TensorLayout:
         arrays: Iterable[Any],
         kind: RoundKind | int,
         weight: float,
-        record: MuxKind,
+        record: MuxKind | int,
         out: Buffer,
         *,
         scale: float | None = None,
@@ -127,6 +128,7 @@ def fold_frames(
     cls: type, frames: list[Any], ranks: Sequence[Any], finite: bool, divide: bool
 ) -> tuple[list[Any], RoundKind, float]: ...
 def is_divided(kind: RoundKind, weight: float) -> bool: ...
+def kind_of(frame: Any, name: Any) -> RoundKind: ...
 def decode_round(
     codec: FrameCodec, buffer: Buffer, copy: bool, out: Iterable[Any] | None, keep: bool, finite: bool, trailing: str
 ) -> tuple[list[Any], RoundKind, float]: ...

@@ -23,6 +23,7 @@ __all__ = [
     "fold_frames",
     "fold_kernel",
     "is_divided",
+    "kind_of",
     "sum_tensors",
 ]
 
@@ -43,7 +44,7 @@ from libc.string cimport memcmp, memcpy, memset
 from flodl_fast._codec cimport FrameCodec, Input, Output, is_strict
 from flodl_fast._wire cimport *
 
-from flodl_fast._codec import plain_number
+from flodl_fast._codec import plain_number, whole_number
 from flodl_fast.display import layout_table
 from flodl_fast.errors import (
     AuthenticationError,
@@ -62,6 +63,7 @@ from flodl_fast.protocol import (
     ELISION_SINCE,
     MAGIC_MUX,
     MAGIC_ROUND,
+    MuxKind,
     Revision,
     RoundKind,
     wrong_magic,
@@ -498,7 +500,7 @@ cdef class TensorLayout:
             arrays: as ``encode``.
             kind: as ``encode``.
             weight: as ``encode``.
-            record: the MuxKind.
+            record: the MuxKind, HOST_FRAME or BROADCAST.
             out: a writable buffer for the record, from its first byte on.
             scale: as ``encode``.
 
@@ -508,7 +510,8 @@ cdef class TensorLayout:
         Raises:
             TensorError, EncodeError, TypeError: as ``encode``.
         """
-        return write_round(codec, self, arrays_of(arrays, True), kind, weight, out, 0, scale, record)
+        cdef int number = whole_number(record, "record", MuxKind.HOST_FRAME, MuxKind.BROADCAST)
+        return write_round(codec, self, arrays_of(arrays, True), kind, weight, Output(out), 0, scale, number)
 
     def parts(self, FrameCodec codec not None, arrays, kind, weight):
         """The frame of these arrays as a list of buffers to send one after the other, with ``sendmsg`` for instance.
@@ -539,7 +542,7 @@ cdef class TensorLayout:
         if pieces is NULL:
             raise MemoryError()
         try:
-            locate(self, held, pieces, NULL, False)
+            locate(self, held, pieces, NULL, 0, False)
             for i in range(self.count):
                 if not stands_apart(&pieces[i]):
                     small += self.tensors[i].nbytes
@@ -605,7 +608,8 @@ cdef class TensorLayout:
         cdef const Tensor* t = self.tensors
         cdef Walk start = Walk(0, 0, 0, 0)
         cdef Py_ssize_t i, size
-        if source.n < self.size or self.size - HEAD - TAG - len(self.heads) > codec.frame_ceiling:
+        cdef uint64_t data = self.size - HEAD - TAG - len(self.heads) + self.zeros
+        if source.n < self.size or data > <uint64_t>codec.frame_ceiling:
             return False
         if (self.bf16 >= 0 or self.elided >= 0) and lacks(codec, self) is not None:
             return False
@@ -861,10 +865,11 @@ cdef inline bint is_elided(const Tensor* t) noexcept nogil:
     return t.nbytes == 0 and not (whole_size(t.head, &whole) and whole == 0)
 
 
-cdef int locate(TensorLayout layout, tuple arrays, Piece* pieces, const uint8_t* frame, bint writable) except -1:
-    """Check the arrays against the layout and find their memory, which must lie apart from the frame's, if there is one.
+cdef int locate(TensorLayout layout, tuple arrays, Piece* pieces, const uint8_t* buffer, Py_ssize_t size,
+                bint writable) except -1:
+    """Check the arrays against the layout and find their memory, which must lie apart from the buffer, if there is one.
 
-    What is written in ``frame`` comes from the arrays, or, where they are ``writable``, goes there.
+    What is written in the buffer comes from the arrays, or, where they are ``writable``, goes there.
     """
     cdef str name = "out" if writable else "the array"
     cdef const uint8_t* head
@@ -907,7 +912,7 @@ cdef int locate(TensorLayout layout, tuple arrays, Piece* pieces, const uint8_t*
         pieces[i].data = cnp.PyArray_BYTES(array) if reachable(array) else NULL
         pieces[i].nbytes = cnp.PyArray_NBYTES(array)
         pieces[i].converts = code != head[0]
-        if frame is not NULL and overlap(layout, array, &pieces[i], frame):
+        if buffer is not NULL and overlap(array, &pieces[i], buffer, size):
             raise ValueError(f"tensor {i}: {name} lies in the frame's own buffer")
     return 0
 
@@ -917,12 +922,12 @@ cdef inline bint reachable(cnp.ndarray array) noexcept:
     return cnp.PyArray_ISCARRAY_RO(array) and (WIRE_IS_NATIVE or cnp.PyArray_TYPE(array) == cnp.NPY_FLOAT)
 
 
-cdef bint overlap(TensorLayout layout, cnp.ndarray array, const Piece* piece, const uint8_t* frame) except -1:
-    """Whether an array may share memory with a frame."""
+cdef bint overlap(cnp.ndarray array, const Piece* piece, const uint8_t* buffer, Py_ssize_t size) except -1:
+    """Whether an array may share memory with these bytes."""
     cdef const uint8_t* data = <const uint8_t*>piece.data
     if data is not NULL:
-        return piece.nbytes and data < frame + layout.size and frame < data + piece.nbytes
-    return np.may_share_memory(array, <const uint8_t[:layout.size]>frame)
+        return piece.nbytes and data < buffer + size and buffer < data + piece.nbytes
+    return np.may_share_memory(array, <const uint8_t[:size]>buffer)
 
 
 cdef object wire_array(const uint8_t* head, const void* data, bint writable):
@@ -1003,21 +1008,22 @@ cdef int check_limits(FrameCodec codec, TensorLayout layout) except -1:
 
 
 cdef object write_round(FrameCodec codec, TensorLayout layout, tuple arrays, kind, weight, out, Py_ssize_t offset,
-                        scale, record=None):
+                        scale, int record=0):
     cdef double mass = check_weight(weight)
     cdef bint scaled = scale is not None
     cdef float factor = <float><double>scale if scaled else 1
     cdef uint8_t kind_byte = check_kind(kind)
     cdef Piece* pieces
     cdef Output target = None
+    cdef uint8_t* start = NULL      # of what is written
     cdef uint8_t* frame = NULL
     cdef uint8_t* whole = NULL      # a mux record around the frame, if there is one
-    cdef Py_ssize_t size = layout.size + (0 if record is None else RECORD + TAG)
+    cdef Py_ssize_t size = layout.size + (RECORD + TAG if record else 0)
     check_limits(codec, layout)
     if out is not None:
-        target = Output(out)
-        frame = target.room(offset, size)
-    if record is not None:
+        target = out if type(out) is Output else Output(out)
+        start = frame = target.room(offset, size)
+    if record:
         if layout.size > min(<uint64_t>codec.frame_ceiling, 0xFFFFFFFFu):
             raise EncodeError(f"a round frame of {layout.size} bytes is above the limit of "
                               f"{codec.frame_ceiling} (frame_ceiling) in a mux record")
@@ -1027,7 +1033,7 @@ cdef object write_round(FrameCodec codec, TensorLayout layout, tuple arrays, kin
     if pieces is NULL:
         raise MemoryError()
     try:
-        locate(layout, arrays, pieces, frame, False)
+        locate(layout, arrays, pieces, start, size, False)
         result = size
         if target is None:
             result = PyBytes_FromStringAndSize(NULL, layout.size)
@@ -1037,7 +1043,7 @@ cdef object write_round(FrameCodec codec, TensorLayout layout, tuple arrays, kin
         if whole is not NULL:
             ff_store32(whole, MUX_MAGIC)
             ff_store32(whole + 4, codec.mux_version)
-            whole[8] = record
+            whole[8] = <uint8_t>record
             ff_store32(whole + 9, 0)
             ff_store32(whole + 13, <uint32_t>layout.size)
         if layout.size < QUIET:
@@ -1224,7 +1230,7 @@ cdef int read_into(TensorLayout layout, const uint8_t* frame, tuple arrays) exce
     if pieces is NULL:
         raise MemoryError()
     try:
-        locate(layout, arrays, pieces, frame, True)
+        locate(layout, arrays, pieces, frame, layout.size, True)
         if layout.size < QUIET:
             scatter(layout, frame, arrays, pieces)
         else:
@@ -1273,7 +1279,9 @@ cdef int spread(const Tensor* t, const uint8_t* data, array, bint converts) exce
 
 def decode_round(FrameCodec codec not None, buffer, bint copy, out, bint keep, bint finite, trailing):
     """(tensors, kind, weight) of the round frame at the start of a buffer; ``Codec.decode_round`` says the rest."""
-    cdef Input source = Input(buffer)
+    # What keeps the buffer alive is what was read: one that exports itself anew each time may give other memory then.
+    cdef object owner = None if copy else PyMemoryView_FromObject(buffer)
+    cdef Input source = Input(buffer if copy else owner)
     cdef list given = None if out is None else list(out)
     cdef tuple targets = None if out is None else arrays_of(given)
     cdef TensorLayout layout = read_layout(codec, source, is_strict(trailing))
@@ -1288,7 +1296,7 @@ def decode_round(FrameCodec codec not None, buffer, bint copy, out, bint keep, b
             if bad >= 0:
                 raise TensorError(f"tensor {i}: {value_at(layout.tensors[i].head[0], data, bad)} at element {bad}")
     if targets is None:
-        given = made(layout, p, keep, None if copy else PyMemoryView_FromObject(buffer))
+        given = made(layout, p, keep, owner)
         targets = tuple(given) if copy else None
     if targets is not None:
         read_into(layout, p, targets)
@@ -1559,6 +1567,21 @@ cdef class TensorSums:
         return sums
 
 
+cpdef object kind_of(frame, name):
+    """The kind of a RoundFrame, whose attribute may have been set to a number.
+
+    Raises:
+        TensorError: it is no RoundKind.
+    """
+    kind = frame.kind
+    if type(kind) is RoundKind:
+        return kind
+    try:
+        return RoundKind(check_kind(kind))
+    except EncodeError as error:
+        raise TensorError(f"frame {name}: {error}") from None
+
+
 def check_frame(cls, frame, name, kind, first_name, bint finite):
     """The weight of a RoundFrame, which is ``cls``, once its kind is that of the first one, if there is one.
 
@@ -1569,8 +1592,9 @@ def check_frame(cls, frame, name, kind, first_name, bint finite):
     cdef double mass
     if type(frame) is not cls and not isinstance(frame, cls):
         raise TypeError(f"frame {name}: expected a RoundFrame, got {type(frame).__name__}")
-    if kind is not None and frame.kind is not kind:
-        raise TensorError(f"frame {name} is {frame.kind.name}, frame {first_name} is {kind.name}")
+    its = kind_of(frame, name)
+    if kind is not None and its is not kind:
+        raise TensorError(f"frame {name} is {its.name}, frame {first_name} is {kind.name}")
     if finite:
         for i, tensor in enumerate(arrays_of(frame.tensors, True)):
             found = first_nonfinite(tensor)
@@ -1605,11 +1629,11 @@ def fold_frames(cls, list frames, ranks, bint finite, bint divide):
     for j in range(len(frames)):
         frame = frames[j]
         mass = frame.weight if type(frame) is cls else None
-        if type(mass) is float and 0 <= <double>mass < INFINITY and not finite and (kind is None or frame.kind is kind):
+        if type(mass) is float and 0 <= <double>mass < INFINITY and not finite and kind is not None and frame.kind is kind:
             weight += <double>mass
         else:
             weight += check_frame(cls, frame, ranks[j], kind, ranks[0], finite)
-        kind = frame.kind
+            kind = kind_of(frame, ranks[j])
         rows.append(arrays_of(frame.tensors, True))
     return sum_rows(rows, ranks, 1.0 / weight if divide and is_divided(kind, weight) else None), kind, weight
 

@@ -197,6 +197,8 @@ class Codec(FrameCodec):
                 ``frame_ceiling``.
             TypeError: a payload that does not belong to the kind.
         """
+        if not isinstance(record, MuxRecord):
+            raise TypeError(f"expected a MuxRecord, got {type(record).__name__}")
         kind = record.kind
         if type(kind) is not MuxKind:
             kind = MuxKind(whole_number(kind, "MuxRecord.kind", MuxKind.DATA, MuxKind.BROADCAST))

@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
 
 from . import model
 from .model import Arrays, Tensors, blend
-from .signature import model_sig
+from .signature import sig_or_why
 
 __all__ = ["Model"]
 
@@ -57,7 +57,7 @@ class Model(model.Model):
                 raise TypeError(f"parameter {name}: expected float32, got {leaf.dtype}{hint}")
         self._tree = _Leaves("tree", tree, (jnp.float32, *(_HALF if widen else ())))
         self._state = _Leaves("state", state, (jnp.float32,))
-        super().__init__(self._tree, self._state, model_sig(params, buffers))
+        super().__init__(self._tree, self._state, sig_or_why(params, buffers))
 
     @property
     def tree(self) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._round import arrays_of
-from .signature import dtype_name, model_sig
+from .signature import dtype_name, sig_or_why
 
 __all__ = ["Arrays", "Lane", "Model", "Slot", "Tensors", "norm"]
 
@@ -207,13 +207,23 @@ class Model:
     Attributes:
         params: the parameters.
         buffers: what is averaged beside them.
-        sig: the signature that the ranks of a cluster of revision 0.8 compare; None where names are not known.
     """
 
-    def __init__(self, params: Tensors, buffers: Tensors, sig: bytes | None = None) -> None:
+    def __init__(self, params: Tensors, buffers: Tensors, sig: bytes | Exception | None = None) -> None:
         self.params = params
         self.buffers = buffers
-        self.sig = sig
+        self._sig = sig
+
+    @property
+    def sig(self) -> bytes | None:
+        """The signature that the ranks of a cluster of revision 0.8 compare; None where names are not known.
+
+        Raises:
+            TypeError, EncodeError: as ``model_sig``.
+        """
+        if isinstance(self._sig, Exception):
+            raise self._sig.with_traceback(None)
+        return self._sig
 
     @classmethod
     def of(
@@ -243,15 +253,16 @@ class Model:
     def _of_tensors(
         params: Mapping[str, Any] | Iterable[Any], buffers: Mapping[str, Any] | Iterable[Any]
     ) -> Model:
-        sig = None
+        sig: bytes | Exception | None = None
         if isinstance(buffers, (tuple, list)) and not buffers:
             buffers = {}
         if isinstance(params, Mapping):
             if isinstance(buffers, Mapping):
-                sig = model_sig(params, buffers)
+                sig = sig_or_why(params, buffers)
             params = params.values()
         if isinstance(buffers, Mapping):
-            buffers = [buffer for buffer in buffers.values() if dtype_name(buffer) == "float32"]
+            # What tells no dtype is told from others by Tensors.
+            buffers = [b for b in buffers.values() if not hasattr(b, "dtype") or dtype_name(b) == "float32"]
         return Model(Tensors("params", params), Tensors("buffers", buffers), sig)
 
     @property

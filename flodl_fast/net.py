@@ -590,7 +590,7 @@ class Rounds:
         self._trailing = "ignore" if line.served or codec.revision < Revision.V0_7 else "error"
         self._elides = not line.served and not codec.revision < Revision.V0_8
         self._layouts: dict[Any, TensorLayout] = {}  # rounds of parameters, buffers, counts, with data or without
-        self._asked: tuple[TensorLayout, RoundKind, Sequence[Any], str | None]
+        self._asked: tuple[TensorLayout, RoundKind, Sequence[Any], str | None] | None = None
 
     def free(self) -> None:
         """Let go of the memory, for the channel is closed: its error's traceback may keep the rest of it for long."""
@@ -609,21 +609,20 @@ class Rounds:
         """The bytes that ask for a round, once ``out`` is known to fit the reply."""
         arrays = arrays_of(arrays, True)
         if out is not None:
-            _check_targets(arrays, arrays_of(out))
+            _check_targets(arrays, arrays_of(out), wire)
         if scale == 0 and self._elides:
             arrays = [Elided(array.shape, _sent_dtype(array, wire)) for array in arrays]
-        return self.pack(arrays, kind, weight, scale, wire)
+        layout, request = self._pack(arrays, kind, weight, scale, wire)
+        self._asked = layout, RoundKind(kind), arrays, wire
+        return request
 
-    def pack(
-        self,
-        arrays: Iterable[Any],
-        kind: RoundKind,
-        weight: float,
-        scale: float | None = None,
-        wire: str | None = None,
-    ) -> memoryview:
+    def pack(self, arrays: Iterable[Any], kind: RoundKind, weight: float) -> memoryview:
         """The bytes that carry a round frame."""
-        arrays = arrays_of(arrays, True)
+        return self._pack(arrays_of(arrays, True), kind, weight, None, None)[1]
+
+    def _pack(
+        self, arrays: Sequence[Any], kind: RoundKind, weight: float, scale: float | None, wire: str | None
+    ) -> tuple[TensorLayout, memoryview]:
         key = len(arrays), wire, any(isinstance(array, Elided) for array in arrays)
         layout = self._layouts.get(key) or TensorLayout.of(arrays, wire=wire)
         try:
@@ -632,12 +631,11 @@ class Rounds:
             layout = TensorLayout.of(arrays, wire=wire)
             size = self._encode(layout, arrays, kind, weight, scale)
         self._layouts[key] = layout
-        self._asked = layout, RoundKind(kind), arrays, wire
         whole = self._out.view(MUX_HEADER + size)
         if self._mux:
-            return whole
+            return layout, whole
         struct.pack_into("<I", whole, MUX_HEADER - LENGTH_PREFIX, size)
-        return whole[MUX_HEADER - LENGTH_PREFIX :]
+        return layout, whole[MUX_HEADER - LENGTH_PREFIX :]
 
     def _encode(
         self, layout: TensorLayout, arrays: Sequence[Any], kind: RoundKind, weight: float, scale: float | None
@@ -712,7 +710,9 @@ class Rounds:
 
         Its tensors are ``out``; if that is None, new arrays, or with ``view`` read-only ones on the scratch.
         """
+        assert self._asked is not None
         layout, asked, arrays, wire = self._asked
+        self._asked = None  # the caller's arrays are not for the channel to keep
         # What the header says is believed only once a decoder has checked the MAC.
         kind, weight = _HEAD.unpack_from(self._frame) if len(self._frame) >= _HEAD.size else (asked, 1.0)
         keep = out is not None and kind == RoundKind.MODEL and weight == 0
@@ -762,7 +762,7 @@ def _sent_dtype(array: Any, wire: str | None) -> str:
     return wire or ("bf16" if _dtype(array) == BFLOAT16 else "f32")
 
 
-def _check_targets(arrays: Sequence[Any], targets: Sequence[np.ndarray]) -> None:
+def _check_targets(arrays: Sequence[Any], targets: Sequence[np.ndarray], wire: str | None) -> None:
     if len(targets) != len(arrays):
         raise TensorError(f"{len(arrays)} tensors to reduce, out has {len(targets)}")
     for i, (array, target) in enumerate(zip(arrays, targets, strict=True)):
@@ -770,6 +770,8 @@ def _check_targets(arrays: Sequence[Any], targets: Sequence[np.ndarray]) -> None
             raise TensorError(f"tensor {i}: expected shape {array.shape}, out has {target.shape}")
         if not target.flags.writeable:
             raise ValueError(f"tensor {i}: out is read-only")
+        if target.dtype == BFLOAT16 and _sent_dtype(array, wire) != "bf16":
+            raise TensorError(f"tensor {i}: expected float32, out has bfloat16")
 
 
 def _check_reply(tensors: Sequence[np.ndarray], asked: Sequence[Any], wire: str | None) -> None:

@@ -99,6 +99,10 @@ class Connection:
         text = str(ip_address(host))
         self.leg = f"[{text}]:{port}" if ":" in text else f"{text}:{port}"
 
+    def half_of(self, segment: Segment) -> _Half:
+        """The direction that a segment belongs to."""
+        return self.halves[segment.source != self.client]
+
 
 class Piece(NamedTuple):
     """The next bytes of one direction of a connection; ``missing`` ones before ``data`` were not captured."""
@@ -167,15 +171,13 @@ class Reader:
     def _take(self, segment: Segment) -> Iterator[Piece]:
         ends = frozenset((segment.source, segment.target))
         connection = self._open.get(ends)
-        opening = segment.flags & _SYN
-        if connection is None or (
-            opening and not segment.flags & _ACK and connection.halves[0].begun_otherwise(segment.sequence)
-        ):
+        opening = segment.flags & _SYN and not segment.flags & _ACK
+        if connection is None or (opening and connection.half_of(segment).begun_otherwise(segment.sequence)):
             connection = self._open[ends] = _connection(segment)
             self._connections.append(connection)
         connection.last_ns = segment.time_ns
         from_client = segment.source == connection.client
-        half = connection.halves[0 if from_client else 1]
+        half = connection.half_of(segment)
         for data, missing, end in half.take(segment):
             yield Piece(segment.time_ns, connection, from_client, data, missing, end)
 
@@ -196,7 +198,7 @@ class _Half:
         self.repeated = 0
         self.lost = 0
         self._next: int | None = None  # the sequence number that comes next, counted on beyond 32 bits
-        self._first: int | None = None
+        self._first: int | None = None  # the number of its SYN, also where that was not captured
         self._waiting: list[tuple[int, int, memoryview, int, bool]] = []
         self._waiting_bytes = 0
         self._count = 0
@@ -208,14 +210,10 @@ class _Half:
 
     def take(self, segment: Segment) -> Iterator[tuple[bytes | memoryview, int, bool]]:
         """What is in order now: data, the bytes missing before it, and whether the stream ends there."""
-        sequence = segment.sequence
-        if segment.flags & _SYN:
-            if self._first is None:
-                self._first = sequence
-                self._next = sequence + 1
-            sequence += 1
+        sequence = segment.sequence + bool(segment.flags & _SYN)
         if self._next is None:
             self._next = sequence
+            self._first = (sequence - 1) & 0xFFFFFFFF
         start = self._next + ((sequence - self._next + 0x80000000) & 0xFFFFFFFF) - 0x80000000
         size = len(segment.data) + segment.missing
         fin = bool(segment.flags & _FIN)

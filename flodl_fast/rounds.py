@@ -53,7 +53,7 @@ class RoundFrame:
     @property
     def realized(self) -> bool:
         """Whether the tensors count: False on a MODEL frame of weight 0, whose receiver keeps its local state."""
-        return self.kind is not RoundKind.MODEL or self.weight != 0
+        return self.kind != RoundKind.MODEL or self.weight != 0
 
     def __repr__(self) -> str:
         return f"RoundFrame({len(self.tensors)} tensors, {self.kind!r}, weight={self.weight!r})"
@@ -126,7 +126,7 @@ class RoundFold:
             name = 0 if name is None else name
             weight = _round.check_frame(RoundFrame, frame, name, None, name, finite)
             self._sums = _round.TensorSums(frame.tensors)
-            self._kind, self._weight, self._first, self._count = frame.kind, weight, name, 1
+            self._kind, self._weight, self._first, self._count = _round.kind_of(frame, name), weight, name, 1
             return
         name = self._count if name is None else name
         weight = _round.check_frame(RoundFrame, frame, name, self._kind, self._first, finite)

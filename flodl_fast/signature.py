@@ -10,7 +10,7 @@ from typing import Any
 from .errors import EncodeError
 from .protocol import Revision
 
-__all__ = ["dtype_name", "model_sig", "told_signatures"]
+__all__ = ["dtype_name", "model_sig", "sig_or_why", "told_signatures"]
 
 SIZE = 32
 
@@ -30,6 +30,7 @@ def model_sig(parameters: Named, buffers: Named = ()) -> bytes:
 
     Raises:
         TypeError: a name that is no text, something without dtype and shape, or a dtype that flodl has no code for.
+        EncodeError: a name with a lone surrogate.
     """
     digest = hashlib.sha256()
     for tag, named in ((b"P", parameters), (b"B", buffers)):
@@ -42,9 +43,21 @@ def model_sig(parameters: Named, buffers: Named = ()) -> bytes:
                 raise TypeError(f"{name}: a {type(array).__name__} has no dtype and shape") from None
             if dtype not in _CODES:
                 raise TypeError(f"{name}: flodl has no code for dtype {dtype}, it has {', '.join(_CODES)}")
-            digest.update(tag + name.encode() + b"\0")
+            try:
+                text = name.encode()
+            except UnicodeEncodeError:
+                raise EncodeError(f"{name!a} holds a lone surrogate, which UTF-8 cannot carry") from None
+            digest.update(tag + text + b"\0")
             digest.update(struct.pack(f"<iI{len(shape)}q", _CODES[dtype], len(shape), *shape))
     return digest.digest()
+
+
+def sig_or_why(parameters: Named, buffers: Named = ()) -> bytes | TypeError | EncodeError:
+    """The ``model_sig``, or the error in its place: what has no signature can be trained where none is told."""
+    try:
+        return model_sig(parameters, buffers)
+    except (TypeError, EncodeError) as error:
+        return error.with_traceback(None)
 
 
 def dtype_name(array: Any) -> str:

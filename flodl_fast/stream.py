@@ -105,7 +105,7 @@ class FrameReader(Generic[Item]):
             DecodeError: the bytes are no such frame, as soon as those that say so are there.
         """
         if self._error is not None:
-            raise self._error
+            self._check()
         try:
             take = self._take
             taken = take(self._buffer, self._start, self._prefixed, self._strict) if take else self._cut()
@@ -151,7 +151,7 @@ class FrameReader(Generic[Item]):
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # which would grow with each time, and hold its callers' frames
 
     def _cut(self) -> tuple[Any, int] | None:
         """The next frame's content and its size, its prefix included."""
@@ -220,6 +220,8 @@ class FrameWriter:
             return self._codec.encode_many([item], prefixed=True) if self._prefixed else self._codec.encode(item)
         if not self._prefixed:
             return self._codec.encode_round(item)
+        if not isinstance(item, RoundFrame):
+            raise TypeError(f"expected a RoundFrame, got {type(item).__name__}")
         layout = TensorLayout.of(item.tensors)
         if layout.frame_size > MAX_PREFIX:
             raise EncodeError(f"a round frame of {layout.frame_size} bytes does not fit a length prefix of 32 bits")

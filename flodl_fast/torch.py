@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
 
 from . import model
 from .model import Lane, Slot, Tensors
-from .signature import model_sig
+from .signature import sig_or_why
 
 __all__ = ["Model"]
 
@@ -51,7 +51,7 @@ class Model(model.Model):
         super().__init__(
             Tensors("params", params.values(), lane),
             Tensors("buffers", [b for b in buffers.values() if b.dtype == torch.float32]),
-            model_sig(params, buffers),
+            sig_or_why(params, buffers),
         )
 
 

@@ -221,7 +221,7 @@ class Worker:
         self._epoch_role: int | None = None
         self._last_epoch: int | None = None
         model = Model.of(params, buffers)
-        signature = _signature(codec.revision, model_sig or model.sig)
+        signature = _signature(codec.revision, model_sig, model)
         if bf16_wire and codec.revision < BF16_SINCE:
             raise ValueError(f"revision {codec.revision.value} has no bf16_wire, which came with {BF16_SINCE.value}")
         self._model = _Averaging(model, gamma, alpha, "bf16" if bf16_wire else None)
@@ -701,10 +701,11 @@ def _like(arrays: Arrays) -> Arrays:
     return tuple(np.empty(array.shape, np.float32) for array in arrays)
 
 
-def _signature(revision: Revision, model_sig: bytes | None) -> bytes | None:
+def _signature(revision: Revision, model_sig: bytes | None, model: Model) -> bytes | None:
     """What the rank tells of its model."""
     if revision < Revision.V0_8:
         return None
+    model_sig = model_sig or model.sig
     if model_sig is None:
         raise ValueError(
             f"revision {revision.value} compares the models of all ranks by their names: give parameters (and buffers) "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import socket
@@ -11,6 +12,8 @@ import sys
 import threading
 import time
 import tracemalloc
+import weakref
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -735,6 +738,33 @@ def test_an_unrealized_reply_leaves_out_as_it_was(flavour, way):
     controller.result(WAIT)
 
 
+@BOTH
+def test_a_channel_keeps_none_of_the_arrays_of_a_round(flavour, way):
+    channel, far = flavour.connect("data", way)
+    for reply in (ff.RoundFrame(arrays((2, 3)), MODEL, 1.0), ff.RoundFrame(arrays((3, 2)), MODEL, 1.0)):
+        mine = arrays((2, 3))
+        kept = weakref.ref(mine[0])
+        controller = served(far, way, arrays((2, 3)), reply=round_bytes(way, reply))
+        with suppress(ff.TensorError):
+            channel.all_reduce(mine, MODEL, 2.0)
+        controller.result(WAIT)
+        del mine
+        gc.collect()
+        assert kept() is None
+
+
+@BOTH
+def test_a_served_channel_keeps_none_of_the_arrays_of_a_frame(flavour, way):
+    channel, far = flavour.serve("data", way)
+    frame = ff.RoundFrame(arrays((2, 3)), MODEL, 1.0)
+    kept = weakref.ref(frame.tensors[0])
+    channel.send(frame)
+    assert exactly(far, len(round_bytes(way, frame))) == round_bytes(way, frame)
+    del frame
+    gc.collect()
+    assert kept() is None
+
+
 def frozen(array):
     array.flags.writeable = False
     return array
@@ -747,6 +777,9 @@ BAD_CALLS = {
     "out of another shape": (arrays((2, 3)), 1.0, arrays((3, 2)), ff.TensorError, r"tensor 0: .*\(2, 3\).*\(3, 2\)"),
     "out of another count": (arrays((2,)), 1.0, [], ff.TensorError, "1 tensors to reduce, out has 0"),
     "out of another dtype": (arrays((2,)), 1.0, [np.zeros(2)], TypeError, "float64"),
+    "out too narrow": (
+        arrays((2,)), 1.0, [np.zeros(2, net.BFLOAT16)], ff.TensorError, "tensor 0: expected float32, out has bfloat16",
+    ),
 }
 
 

@@ -197,6 +197,35 @@ def test_a_record_that_does_not_fit_is_not_begun():
     assert not any(room)
 
 
+@pytest.mark.parametrize(("record", "error"), [
+    (0, ff.EncodeError), (ff.MuxKind.DATA, ff.EncodeError), (5, ff.EncodeError), (300, ff.EncodeError),
+    (None, TypeError), (True, TypeError), (3.0, TypeError), ("HOST_FRAME", TypeError),
+], ids=str)
+def test_a_record_of_another_kind_is_not_begun(record, error):
+    layout = ff.TensorLayout.of(arrays(1))
+    room = bytearray(25 + layout.frame_size)
+    with pytest.raises(error, match=r"record: expected an integer"):
+        layout.encode_record(CODEC, arrays(1), 0, 1.0, record, room)
+    assert not any(room)
+
+
+def test_a_record_goes_into_a_buffer():
+    with pytest.raises(TypeError, match="bytes-like"):
+        ff.TensorLayout.of(arrays(1)).encode_record(CODEC, arrays(1), 0, 1.0, ff.MuxKind.HOST_FRAME, None)
+
+
+@pytest.mark.parametrize("strides", [1, 2])
+def test_a_record_is_not_written_over_its_own_arrays(strides):
+    layout = ff.TensorLayout.of([numbers(2)])
+    room = bytearray(25 + layout.frame_size)
+    inside = np.frombuffer(room, np.float32, 2 * strides)[::strides]  # within the record's header
+    inside[:] = 7.0
+    before = bytes(room)
+    with pytest.raises(ValueError, match="tensor 0: the array lies in the frame's own buffer"):
+        layout.encode_record(CODEC, [inside], 0, 1.0, ff.MuxKind.HOST_FRAME, room)
+    assert room == before
+
+
 # Parts, to send without joining --------------------------------------------------------------------------
 
 

@@ -60,6 +60,23 @@ def test_plain_arrays_are_the_callers_memory():
     assert tensors.norm() == pytest.approx(np.sqrt(6 * 9 + 2 * 4))
 
 
+def test_what_has_no_signature_is_a_model_that_tells_none():
+    weights, mask = {"w": np.ones(2, f32)}, {"mask": np.ones((2, 2), bool)}
+    with pytest.raises(TypeError, match="mask: flodl has no code for dtype bool"):
+        ff.model_sig(weights, mask)
+    model = Model.of(weights, mask)
+    assert (len(model.params), len(model.buffers)) == (1, 0)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="mask: flodl has no code for dtype bool"):
+            _ = model.sig
+    exported = Model.of({"w": memoryview(bytearray(8)).cast("f")}, {"b": memoryview(bytearray(4)).cast("f")})
+    assert (len(exported.params), len(exported.buffers)) == (1, 1)
+    with pytest.raises(TypeError, match="buffers: tensor 0: list gives no memory"):
+        Model.of([np.ones(2, f32)], {"b": [1.0]})
+    with pytest.raises(ff.EncodeError, match=r"'\\ud800' holds a lone surrogate"):
+        ff.model_sig({"\ud800": np.ones(2, f32)})
+
+
 def test_the_repr():
     model = Model.of([np.zeros(3, f32)], [])
     assert repr(model) == "flodl_fast.model.Model(1 parameters, 0 buffers, 12 bytes)"

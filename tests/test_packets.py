@@ -243,6 +243,25 @@ def test_a_port_that_is_used_again():
     assert "2 TCP connections" in found.notes[0]
 
 
+@pytest.mark.parametrize("first", [2, 999, 1050, 0xFFFFFFFF])
+def test_a_port_that_is_used_again_by_one_whose_start_was_not_captured(first):
+    old, new = Talk(), Talk(first=(first, 7))
+    packets = [*map(old.up, map(prefixed, BEATS[:2])), old.up(b"late", at=2000), *new.open(), new.up(STREAM)]
+    entries, found = inspect(pcap(packets))
+    assert [entry.step for entry in entries[:2]] == [0, 1]
+    assert whole(entries[2:203])
+    assert found.notes[0].endswith("2 TCP connections")
+
+
+@pytest.mark.parametrize("first", [1000, 0xFFFFFFFF])
+def test_a_start_that_was_captured_late(first):
+    talk = Talk(first=(first, 0))
+    syn, *_ = talk.open()
+    entries, found = inspect(pcap([talk.up(STREAM[:100]), syn, talk.up(STREAM[100:])]))
+    assert whole(entries)
+    assert found.notes == ["3 packets, 1 TCP connections"]
+
+
 def test_other_traffic_is_left_out():
     status = Talk(("10.0.0.1", 50000))
     packets = [*status.open(), status.up(b"GET /state.json HTTP/1.1\r\n\r\n"), status.down(b"HTTP/1.1 200 OK\r\n")]

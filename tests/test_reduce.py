@@ -15,7 +15,8 @@ from round_support import CODEC, form_of, frame_of, noise, numbers, wire, words
 
 import flodl_fast as ff
 
-MODEL, CONTROL = ff.RoundKind.MODEL, ff.RoundKind.CONTROL
+RoundKind = ff.RoundKind
+MODEL, CONTROL = RoundKind.MODEL, RoundKind.CONTROL
 BOTH = pytest.mark.parametrize("fold", [ff.sum_frames, ff.reduce_frames])
 
 
@@ -186,6 +187,32 @@ def test_control_frames_are_never_divided(fold):
 def test_a_total_of_zero_is_not_divided_and_not_realized(weight):
     reduced = ff.reduce_frames([model(weight, f32(3.0)), model(weight, f32(4.0))])
     assert (reduced.weight, reduced.tensors[0].tolist(), reduced.realized) == (0.0, [7.0], False)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(0, MODEL), (1, CONTROL)])
+def test_a_kind_that_was_set_to_its_number_is_that_kind(number, kind):
+    frames = [ff.RoundFrame([f32(4.0)], kind, 2.0), ff.RoundFrame([f32(8.0)], kind, 2.0), model(0.0, f32(0.0))]
+    expected = ff.reduce_frames(frames[:2])
+    for frame in frames:
+        frame.kind = number
+    fold = ff.RoundFold()
+    for frame in frames[:2]:
+        fold.add(frame)
+    for reduced in (ff.reduce_frames(frames[:2]), fold.reduce()):
+        assert (reduced.kind, reduced.weight, reduced.tensors[0]) == (kind, 4.0, expected.tensors[0])
+    assert frames[2].realized is (kind is CONTROL)
+    with pytest.raises(ff.TensorError, match=rf"frame 1 is {kind.name}, frame 0 is {RoundKind(1 - number).name}"):
+        ff.sum_frames([ff.RoundFrame([f32(1.0)], 1 - number), frames[0]])
+
+
+@pytest.mark.parametrize("kind", [2, None, True, "MODEL"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_kind_that_is_none_is_refused(kind, at):
+    frames, fold = [model(1.0, f32(1)), model(1.0, f32(1))], ff.RoundFold()
+    frames[at].kind = kind
+    for reduce in (ff.sum_frames, ff.reduce_frames, lambda frames: [fold.add(frame) for frame in frames]):
+        with pytest.raises(ff.TensorError, match=f"frame {at}: kind must be a RoundKind, got"):
+            reduce(frames)
 
 
 def test_a_single_frame():

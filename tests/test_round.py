@@ -169,6 +169,20 @@ def test_views_survive_the_deletion_of_frame_codec_and_buffer(make):
     assert len(rubbish) == 20
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="classes export buffers from Python 3.12 on")
+def test_views_keep_the_memory_that_was_read():
+    class Anew:
+        """Gives other memory each time it is asked."""
+
+        def __buffer__(self, flags):
+            return memoryview(bytearray(wire([noise(1, 50_000)])))
+
+    view = CODEC.decode_round(Anew(), copy=False).tensors[0]
+    rubbish = [bytearray(b"\xff" * 200_100) for _ in range(20)]
+    assert words(view) == words(noise(1, 50_000))
+    assert len(rubbish) == 20
+
+
 def test_a_bytearray_with_a_live_view_cannot_be_resized():
     source = bytearray(RAW)
     frame = CODEC.decode_round(source, copy=False)

@@ -565,6 +565,17 @@ def test_a_few_bytes_do_not_make_more_zeros_than_a_frame_may_hold(shape):
         small.decode_round(wire([numbers(2), ff.Elided((4,))], revision="0.8"))
 
 
+def test_a_kept_layout_lets_no_more_zeros_through_than_a_frame_may_hold():
+    tensors = [numbers(2), ff.Elided((4,))]
+    layout, raw = ff.TensorLayout.of(tensors), wire(tensors, revision="0.8")
+    into = [numbers(2), numbers(4)]
+    with pytest.raises(ff.LimitError, match=r"tensor 1: with its 16 bytes of zeros.* 20 "):
+        layout.decode_into(ff.Codec(SALT, "0.8", frame_ceiling=20), raw, into)
+    assert into[1].tolist() == numbers(4).tolist()
+    layout.decode_into(ff.Codec(SALT, "0.8", frame_ceiling=24), raw, into)
+    assert into[1].tolist() == [0] * 4
+
+
 def test_case_8_at_0_8():
     raw = bytes.fromhex("f1170df10100000000000000000000f03f0001020000000000000000000000d9e6dac181029229")
     assert CODEC8.decode_round(raw).tensors[0].tolist() == [0, 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import struct
+import traceback
 import tracemalloc
 
 import numpy as np
@@ -241,6 +242,18 @@ def test_an_error_sticks(framing):
         assert again.value is first.value
 
 
+def test_an_error_that_sticks_holds_no_more_each_time(framing):
+    """Each raise of an exception adds to its traceback, and that holds the frames of all who called."""
+    reader = new(framing)
+    reader.feed(bytes(64))
+    lengths = []
+    for _ in range(10):
+        with pytest.raises(ff.DecodeError) as caught:
+            next(iter(reader))
+        lengths.append(len(list(traceback.walk_tb(caught.value.__traceback__))))
+    assert lengths[1:] == [lengths[1]] * 9
+
+
 def test_damaged_streams_end_alike_in_any_pieces(framing):
     rng = random.Random(53)
     items = [item for item in some(framing[0], count=60) if len(frames_of([item], framing)[0]) < 600]
@@ -437,7 +450,8 @@ def test_writers_refuse_what_the_codec_refuses(framing):
     }[kind]
     with pytest.raises(ff.EncodeError):
         writer.write(wrong[0])
-    with pytest.raises((TypeError, AttributeError)):
-        writer.write(wrong[1])
+    for other in (wrong[1], ff.FrameReader, 3):
+        with pytest.raises(TypeError):
+            writer.write(other)
     with pytest.raises(ValueError, match="never have a length prefix"):
         ff.FrameWriter(CODEC, "mux", prefixed=True)

@@ -1003,6 +1003,21 @@ def test_0_8_wants_the_names_of_a_model(options, revision):
     coordinator.close()
 
 
+def test_a_model_that_has_no_signature(revision):
+    """A buffer of bool, as many a module of attention has: only where the signature is told it matters."""
+    options = {"params": PARAMS, "buffers": {"mask": np.ones((2, 2), bool)}}
+    coordinator = Coordinator(revision)
+    if revision == "0.8":
+        with pytest.raises(TypeError, match="mask: flodl has no code for dtype bool"):
+            Worker(**options, rank=0, world=1, codec=ff.Codec(SALT, revision), data=("127.0.0.1", 1),
+                   control=("127.0.0.1", 1))
+        options["model_sig"] = b"\7" * 32
+    with coordinator.serving(**options) as worker:
+        assert worker.buffers == ()
+        assert coordinator.control.model_sigs == ((b"\7" * 32,) if revision == "0.8" else ())
+    coordinator.close()
+
+
 def test_bf16_wire_is_not_of_0_6():
     with pytest.raises(ValueError, match=r"revision 0.6 has no bf16_wire, which came with 0.7"):
         Worker(PARAMS, rank=0, world=1, codec=CODEC, data=("127.0.0.1", 1), control=("127.0.0.1", 1), bf16_wire=True)
