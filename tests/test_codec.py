@@ -632,7 +632,8 @@ def test_greetings_of_another_version(name):
     """The version is looked at before the size, which differs with it."""
     for old in ("0.6", "0.7"):
         for ours, theirs in ((old, "0.8"), ("0.8", old)):
-            with pytest.raises(ff.VersionMismatchError, match=rf"{name} version \d \(of 0\.\d( or 0\.7)?\), revision {ours} has \d"):
+            words = rf"{name} version \d \(of 0\.\d( or 0\.7)?\), revision {ours} has \d"
+            with pytest.raises(ff.VersionMismatchError, match=words):
                 greetings(ours)[name][1](greetings(theirs)[name][0])
     assert greetings("0.6")[name][0] == greetings("0.7")[name][0]
 
@@ -675,7 +676,8 @@ def test_a_hello_has_a_model_sig_from_0_8_on():
         assert codec.control_hello(1, 3, None) == codec.control_hello(np.int64(1), np.uint8(3))
         with pytest.raises(ff.EncodeError, match=rf"revision {revision} has no model_sig, one of 32 bytes"):
             codec.control_hello(1, 3, bytes(32))
-    for sig, text in ((None, "none is given"), (b"", "of 0 bytes"), (bytes(31), "of 31 bytes"), (bytes(33), "of 33 bytes")):
+    wrong = ((None, "none is given"), (b"", "of 0 bytes"), (bytes(31), "of 31 bytes"), (bytes(33), "of 33 bytes"))
+    for sig, text in wrong:
         with pytest.raises(ff.EncodeError, match=rf"0\.8 .*model_sig.*{text}"):
             codec_at("0.8").control_hello(1, 3, sig)
 
@@ -770,6 +772,7 @@ def test_model_sigs_against_the_oracle():
 @pytest.mark.parametrize(("named", "text"), [
     ({"w": np.zeros(1, "u1")}, "w: flodl has no code for dtype uint8"), ({"w": [1.0]}, "w: a list has no dtype"),
     ([(0, np.zeros(1))], "name of a parameter or buffer, got int"),
+    ([np.zeros(2)], "names with their arrays, a mapping or pairs, got one ndarray"), (["w"], "pairs, got one str"),
 ])
 def test_model_sigs_that_cannot_be(named, text):
     with pytest.raises(TypeError, match=text):
