@@ -1,4 +1,4 @@
-"""What the API reference makes of compiled functions: Cython's signature before a docstring would stand there twice."""
+"""What the API reference leaves out: Cython's signatures before docstrings, and what is assigned to attributes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import griffe
 SIGNATURE = re.compile(r"\w+(\.\w+)*\(.*\)( -> .*)?\n+")
 
 
-class WithoutSignatures(griffe.Extension):
-    """Leaves out the first line of a docstring that is a signature."""
+class Leaner(griffe.Extension):
+    """A signature stands above its docstring already; what an ``__init__`` assigns is code, not reference."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             line = SIGNATURE.match(obj.docstring.value)
             obj.docstring.value = obj.docstring.value[line.end() if line else 0 :]
+        own = "instance-attribute" in obj.labels and "class-attribute" not in obj.labels
+        if isinstance(obj, griffe.Attribute) and own:
+            obj.value = None
