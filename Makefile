@@ -21,6 +21,11 @@ SOAK_MINUTES ?= 30
 ARM_CC := aarch64-linux-gnu-gcc
 ARM_RUN := qemu-aarch64
 
+# Where the shell's $(1) fails: root on a system with apt-get gets the Debian packages $(2), others are told of them.
+need = $(1) >/dev/null 2>&1 || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(2) >&2; } || \
+    { echo 'This needs what Debian and Ubuntu call $(2)' >&2; exit 1; }
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help \
@@ -51,16 +56,15 @@ test-pythons: $(VENV)/.with-dev ## one wheel for each CPython 3.10 to 3.13 found
 	$(BIN)/python scripts/test_pythons.py
 
 test-frameworks: export VENV_FLAGS = --system-site-packages
-test-frameworks: ## the suites and examples with PyTorch and JAX; takes the PyTorch of the system where PYTHON has it
+test-frameworks: ## the suites and examples with PyTorch and JAX; PYTHON=/usr/bin/python3 takes the system's PyTorch
+	@[ $(PYTHON) != /usr/bin/python3 ] || $(call need,$(PYTHON) -c "import torch",python3-torch)
 	$(MAKE) --no-print-directory VENV=$(FRAMEWORKS) $(FRAMEWORKS)/.with-frameworks
 	@$(FRAMEWORKS)/bin/python -W error -c 'import torch; torch.ones(1).numpy()' 2>/dev/null || \
 	    $(FRAMEWORKS)/bin/python -m pip install --quiet 'flodl_fast[frameworks]' 'numpy<2' # what that PyTorch is built for
 	$(FRAMEWORKS)/bin/python -m pytest $(addprefix tests/test_,torch.py jax.py cupy.py model.py examples.py docs.py)
 
 test-arm: ## the checks of the C kernels on an emulated 64-bit Arm
-	@command -v $(ARM_CC) >/dev/null && command -v $(ARM_RUN) >/dev/null || \
-	    { echo 'Needs $(ARM_CC) and $(ARM_RUN). Debian, Ubuntu: apt-get install' \
-	           'gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user' >&2; exit 1; }
+	@$(call need,$(ARM_CC) --version && $(ARM_RUN) --version,gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)
 	mkdir -p build
 	$(ARM_CC) -O3 -ffp-contract=off -static -Iflodl_fast/_native -o build/check_kernels.arm \
 	    tests/native/check_kernels.c $(wildcard flodl_fast/_native/*.c)
@@ -73,7 +77,7 @@ test-sanitize: ## the suite under the address and undefined-behaviour sanitizers
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(BIN)/python -m pytest
 
 test-valgrind: ## the checks of the C kernels that valgrind can run, under its memcheck
-	@command -v valgrind >/dev/null || { echo 'Needs valgrind. Debian, Ubuntu: apt-get install valgrind' >&2; exit 1; }
+	@$(call need,command -v valgrind,valgrind)
 	mkdir -p build
 	$(CC) -O1 -g -ffp-contract=off -Iflodl_fast/_native -o build/check_kernels.valgrind \
 	    tests/native/check_kernels.c $(wildcard flodl_fast/_native/*.c)
@@ -92,7 +96,7 @@ endif
 fuzz: export FLODL_FAST_SANITIZE = address,fuzzer-no-link
 fuzz: export CC = clang
 fuzz: ## coverage-guided fuzzing of every target, FUZZ_SECONDS each; FUZZ_TARGETS="control mux" picks some
-	@command -v $(CC) >/dev/null || { echo 'Needs clang. Debian, Ubuntu: apt-get install clang' >&2; exit 1; }
+	@$(call need,command -v $(CC),clang)
 	$(MAKE) $(VENV)/.with-fuzz
 	LD_PRELOAD="$$($(BIN)/python -c 'import atheris; print(atheris.path())')/asan_with_fuzzer.so" \
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
@@ -108,10 +112,7 @@ soak: $(VENV)/.with-test ## train for SOAK_MINUTES=30, kill ranks, watch memory,
 	$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES)
 
 test-wireshark: $(VENV)/.with-test ## the dissector in tshark; root with apt-get gets tshark installed
-	@command -v tshark >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq tshark >&2; } || \
-	    { echo 'Needs tshark. Debian, Ubuntu: apt-get install tshark; Fedora: dnf install wireshark-cli;' \
-	           'macOS: brew install wireshark' >&2; exit 1; }
+	@$(call need,command -v tshark,tshark)
 	$(BIN)/python -m pytest tests/test_dissector.py
 
 dissector: $(BUILT) ## write the tables of tools/flodl.lua anew from the messages
@@ -122,7 +123,7 @@ coverage: ## line coverage of the Python and Cython sources
 	$(MAKE) $(VENV)/.with-dev
 	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
 
-bench: $(VENV)/.with-bench ## speeds beside the crate's and other libraries'; writes docs/performance.md
+bench: $(VENV)/.with-bench ## speeds beside the crate's and other libraries'; writes docs/performance.md (FLODL_BENCH_REVISION=0.8: prints those of 0.8)
 	$(BIN)/python -m benchmarks.report
 
 bench-gate: $(VENV)/.with-bench ## compare the working tree's speeds with a revision's: make bench-gate BASE=HEAD~1

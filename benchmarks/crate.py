@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from peer import build, find_cargo
 
-from .rows import ROWS
+from .rows import REVISION, ROWS
 
 
 @cache
@@ -28,7 +28,7 @@ def binary() -> Path:
     if cargo is None:
         raise RuntimeError("the crate's peer is built by cargo, which is not installed")
     try:
-        return build(cargo)
+        return build(cargo, f"{REVISION}.0")
     except subprocess.CalledProcessError as error:
         raise RuntimeError("cargo could not build the crate's peer") from error
 

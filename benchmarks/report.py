@@ -3,7 +3,8 @@
     python -m benchmarks.report [--quick] [--rounds N] [--no-plots]
 
 Crate and libraries take turns, several rounds of them, and the least of each counts. A full run writes tables and
-plots into docs/; a quick one only prints.
+plots into docs/; a quick one only prints, and so does one at another revision than 0.6, which FLODL_BENCH_REVISION
+names: codec and crate are then of that revision.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from . import crate, plots
 from .child import start
-from .rows import MIB, ROWS, Row
+from .rows import MIB, REVISION, ROWS, Row
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
@@ -198,7 +199,7 @@ def main() -> None:
     tables = [goal_table(best), rival_table(best), memory_table(memory())]
     notes = "".join(f"No figure of {name}: {reason}.\n" for name, reason in missing.items())
     print(machine(), *map(plain, tables), notes, sep="\n")
-    if not options.quick:
+    if not options.quick and REVISION == "0.6":
         write(PAGE, "\n".join([machine() + "\n", *map(markdown, tables), *([notes] if notes else [])]))
         if not options.no_plots:
             plots.draw(ROOT / "docs" / "plots")

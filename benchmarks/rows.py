@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ import flodl_fast as ff
 from . import rivals
 from .clock import Work
 
-CODEC = ff.Codec(rivals.KEY)
+REVISION = os.environ.get("FLODL_BENCH_REVISION", "0.6")
+CODEC = ff.Codec(rivals.KEY, REVISION)
 LATEST = ff.Codec(rivals.KEY, "0.8")
 MIB = 1 << 20
 WEIGHT = 4.0

@@ -49,7 +49,7 @@ def test_the_notebook():
     assert done.returncode == 0, done.stderr
     epochs, weights, lines, layout, capture = json.loads(done.stdout)
     assert re.findall(r"epoch (\d)", epochs["text"]) == ["0", "1", "2", "3", "4"]
-    found = re.findall(r"[\d.]+(?=[,\]])", weights["data"]["text/plain"])
+    found = re.findall(r"\d+\.\d*", weights["data"]["text/plain"])
     assert [float(weight) for weight in found] == pytest.approx(range(1, 9), abs=0.05)
     assert lines["text"].splitlines()[0].startswith("LocalCluster(3 ranks, over, at 127.0.0.1:")
     assert "Worker(rank 1 of 3, 50 steps, ended by Shutdown())" in lines["text"]
