@@ -139,7 +139,7 @@ lint: $(VENV)/.with-dev ## ruff, mypy, pyright, the stubs against the compiled m
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 docs: $(VENV)/.with-docs ## the documentation site, in build/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict # with --quiet it would count no warning
 
 dist: $(VENV)/.with-dist ## an sdist, and a wheel built from it, in dist/
 	rm -rf dist

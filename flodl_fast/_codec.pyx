@@ -51,7 +51,9 @@ from flodl_fast.protocol import (
     lookalike,
     parse_salt,
     supported_revision,
+    too_long,
     wrong_magic,
+    wrong_version,
 )
 
 cdef extern from *:
@@ -1323,10 +1325,9 @@ cdef class FrameCodec:
         if n < HEADER:
             return 0
         if ff_load32(p) != CONTROL_MAGIC:
-            raise BadMagicError(wrong_magic(CONTROL_MAGIC, ff_load32(p)))
+            raise BadMagicError(wrong_magic(CONTROL_MAGIC, ff_load32(p), ff_load32(p + 4)))
         if ff_load32(p + 4) != self.control_version:
-            raise VersionMismatchError(f"control frame version {ff_load32(p + 4)}, revision {self.revision.value} "
-                                       f"has {self.control_version}")
+            raise VersionMismatchError(wrong_version("control frame", "control", ff_load32(p + 4), self.revision))
         if not 1 <= ff_load32(p + 16) <= LAST_KIND:
             raise UnknownKindError(f"control frame kind {ff_load32(p + 16)}, known are 1 to {LAST_KIND}")
         length = ff_load32(p + 20)
@@ -1340,8 +1341,7 @@ cdef class FrameCodec:
         if n < 4:
             return 0
         if ff_load32(p) > self.frame_ceiling:
-            raise LimitError(f"a length prefix of {ff_load32(p)} bytes is above the limit of {self.frame_ceiling} "
-                             "(frame_ceiling)")
+            raise LimitError(too_long(ff_load32(p), self.frame_ceiling))
         return ff_load32(p)
 
     cdef object open(self, const uint8_t* p, Py_ssize_t n, bint strict):
@@ -1602,8 +1602,7 @@ cdef class FrameCodec:
         if ff_load32(p) != MUX_MAGIC:
             raise BadMagicError(wrong_magic(MUX_MAGIC, ff_load32(p)))
         if ff_load32(p + 4) != self.mux_version:
-            raise VersionMismatchError(f"mux record version {ff_load32(p + 4)}, revision {self.revision.value} has "
-                                       f"{self.mux_version}")
+            raise VersionMismatchError(wrong_version("mux record", "mux", ff_load32(p + 4), self.revision))
         if ff_load32(p + 13) > self.frame_ceiling:
             raise LimitError(f"a mux payload of {ff_load32(p + 13)} bytes is above the limit of {self.frame_ceiling} "
                              "(frame_ceiling)")

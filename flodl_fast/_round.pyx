@@ -697,6 +697,8 @@ cpdef tuple arrays_of(tensors, bint elided=False):
     cdef Py_ssize_t i, n
     if type(tensors) is not list and hasattr(tensors, "__dlpack__"):
         raise TypeError(f"expected several tensors, got one {type(tensors).__name__}")
+    if isinstance(tensors, dict):
+        raise TypeError("expected several tensors, got a dict of them: give its values()")
     given = tuple(tensors)
     n = len(given)
     for i in range(n):

@@ -54,6 +54,7 @@ class _Link(net.Link, asyncio.Protocol):
     async def dial(cls, address: Address | socket.socket, deadlines: Deadlines) -> _Link:
         if isinstance(address, socket.socket):
             return await cls.over(address, deadlines)
+        net.check_address(address)
         loop = asyncio.get_running_loop()
         left = deadlines.attempts
         while True:

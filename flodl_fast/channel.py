@@ -57,6 +57,7 @@ class _Link(net.Link):
     def dial(cls, address: Address | socket.socket, deadlines: Deadlines) -> _Link:
         if isinstance(address, socket.socket):
             return cls(address, deadlines)
+        net.check_address(address)
         left = deadlines.attempts
         while True:
             left -= 1

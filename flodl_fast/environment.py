@@ -165,7 +165,10 @@ class _Fields:
 
 def _need(environ: Mapping[str, str], name: str) -> str:
     if name not in environ:
-        raise ValueError(f"{name} is not set: a flodl launcher or `python -m flodl_fast join` sets it for each rank")
+        raise ValueError(
+            f"{name} is not set: a flodl launcher or `python -m flodl_fast join` sets it for each rank, and so does "
+            "whoever starts one with LocalCluster.environment(rank)"
+        )
     return environ[name].strip()
 
 

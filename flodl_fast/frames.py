@@ -35,6 +35,7 @@ from .protocol import (
     MuxKind,
     Revision,
     wrong_magic,
+    wrong_version,
 )
 from .rounds import RoundFrame
 from .signature import told_signatures
@@ -347,13 +348,8 @@ class Codec(FrameCodec):
         found_magic, found = struct.unpack_from("<2I", data)
         if found_magic != magic:
             raise BadMagicError(wrong_magic(magic, found_magic))
-        version = getattr(VERSIONS[self.revision], channel)
-        if found != version:
-            names = " or ".join(r.value for r, versions in VERSIONS.items() if getattr(versions, channel) == found)
-            raise VersionMismatchError(
-                f"{channel} {part} version {found} (of {names or 'no known revision'}), "
-                f"revision {self.revision.value} has {version}"
-            )
+        if found != getattr(VERSIONS[self.revision], channel):
+            raise VersionMismatchError(wrong_version(f"{channel} {part}", channel, found, self.revision))
 
     def _check_mac(self, what: str, data: bytes) -> None:
         if not hmac.compare_digest(self.mac(bytes(data[:-MAC_SIZE])), bytes(data[-MAC_SIZE:])):

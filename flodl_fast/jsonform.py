@@ -63,6 +63,8 @@ def from_json(kind: Any, value: Any, *, revision: Revision | str = "0.6") -> Any
     family = family_name(kind)
     if family not in PAYLOADS:
         raise UnknownKindError(f"kind {family} is reserved and carries no message")
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        raise EncodeError("expected JSON as Python objects, got its text: give what json.loads makes of it")
     variants = _by_name(family, revision)
     if None in variants:
         return _read(variants[None], value, revision, "")

@@ -637,10 +637,15 @@ class _Coordinator:
             self._start_epoch(0)
         elif waited > self._dial_in:
             # A rank dials its data channel first, and its control channel once all have formed over that.
-            half = self._reducer.present().intersection(missing)
-            missing = sorted(set(missing).difference(half)) or missing
-            waiting = f"; ranks {sorted(half)} wait for them in their first round" if half else ""
-            raise ChannelError(f"ranks {missing} have not come in {self._dial_in} s{waiting}")
+            half = sorted(self._reducer.present().intersection(missing))
+            absent = sorted(set(missing).difference(half))
+            if self._ranks and not absent:
+                raise ChannelError(
+                    f"ranks {half} still wait in the rounds of their formation after {self._dial_in} s, ranks "
+                    f"{sorted(self._ranks)} do not: all must agree on formation= and on whether they have buffers"
+                )
+            waiting = f"; ranks {half} wait for them in their first round" if half and absent else ""
+            raise ChannelError(f"ranks {absent or missing} have not come in {self._dial_in} s{waiting}")
 
     def _go_on(self, now: float) -> None:
         ranks = self._ranks.values()

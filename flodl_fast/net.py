@@ -39,7 +39,7 @@ from .errors import (
 )
 from .frames import Codec, MuxRecord
 from .messages import Message, RelayDeclareDead, RelayHello, RelayHelloAck, RelayMsg
-from .protocol import LENGTH_PREFIX, MUX_HEADER, MuxKind, Revision, RoundKind
+from .protocol import LENGTH_PREFIX, MUX_HEADER, MuxKind, Revision, RoundKind, too_long
 from .rounds import Elided, RoundFrame
 from .stream import FrameReader, FrameWriter
 
@@ -174,6 +174,18 @@ def stalled(deadlines: Deadlines) -> ChannelError:
 def _closed(reason: FlodlError) -> ChannelClosed:
     """What later calls raise on a channel that an error, or its owner, has closed."""
     return ChannelClosed(f"the channel is closed: {reason}")
+
+
+def check_address(address: object) -> None:
+    """Refuse what is no address before anything is dialled.
+
+    Raises:
+        TypeError: it is not a host and a port.
+    """
+    match address:
+        case (str(), _):
+            return
+    raise TypeError(f"expected a (host, port) pair or a socket to connect to, got {address!r}")
 
 
 def no_answer(address: tuple[str, int], deadlines: Deadlines, error: Exception) -> HandshakeError:
@@ -696,9 +708,7 @@ class Rounds:
             return _payload_size(self._codec, head)
         size = int.from_bytes(head, "little")
         if size > self._codec.frame_ceiling:
-            raise LimitError(
-                f"a length prefix of {size} bytes is above the limit of {self._codec.frame_ceiling} (frame_ceiling)"
-            )
+            raise LimitError(too_long(size, self._codec.frame_ceiling))
         return size
 
     def take(self) -> RoundFrame:

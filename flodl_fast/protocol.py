@@ -165,10 +165,25 @@ _MAGICS = {
 }
 
 
-def wrong_magic(expected: int, found: int) -> str:
-    """What is wrong with these first four bytes, in words: another kind of frame is named."""
+def wrong_magic(expected: int, found: int, following: int = 0) -> str:
+    """What is wrong with these first four bytes, in words: another kind of frame is named, or a length prefix."""
     known = f"{_MAGICS[found]}'s" if found in _MAGICS else "which is none of flodl's"
+    if following == expected:
+        known = f"a length prefix of {found} bytes before it (prefixed=True)"
     return f"expected {_MAGICS[expected]}'s magic {expected:#x}, got {found:#x}, {known}"
+
+
+def too_long(size: int, ceiling: int) -> str:
+    """What is wrong with a length prefix above the limit, in words: the magic of a frame without one is named."""
+    hint = f": it is {_MAGICS[size]}'s magic, without a prefix before it" if size in _MAGICS else ""
+    return f"a length prefix of {size} bytes is above the limit of {ceiling} (frame_ceiling){hint}"
+
+
+def wrong_version(what: str, field: str, found: int, revision: Revision) -> str:
+    """What is wrong with a version, in words: the revisions that announce it are named."""
+    names = " or ".join(r.value for r, versions in VERSIONS.items() if getattr(versions, field) == found)
+    expected = getattr(VERSIONS[revision], field)
+    return f"{what} version {found} (of {names or 'no known revision'}), revision {revision.value} has {expected}"
 
 CONNECT_ATTEMPTS = 60  # *
 CONNECT_PAUSE = 0.5

@@ -51,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show what is in the file and return the exit code: 0 fine, 1 something is wrong in it, 2 it cannot be read."""
+    if args.plot is not None and find_spec("matplotlib") is None:
+        return missing("matplotlib", "plot")
     piped = args.file == "-"
     try:
         file = open(sys.stdin.fileno() if piped else args.file, "rb", closefd=not piped)  # noqa: SIM115
@@ -137,8 +139,6 @@ class _Findings:
         self._limited = self._summary.frames == self._args.limit
 
     def _plot(self) -> int:
-        if find_spec("matplotlib") is None:
-            return missing("matplotlib", "plot")
         from .plots import plot_run
 
         if not plot_run(self._summary, self._args.plot):

@@ -34,7 +34,10 @@ def model_sig(parameters: Named, buffers: Named = ()) -> bytes:
     """
     digest = hashlib.sha256()
     for tag, named in ((b"P", parameters), (b"B", buffers)):
-        for name, array in named.items() if isinstance(named, Mapping) else named:
+        for pair in named.items() if isinstance(named, Mapping) else named:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise TypeError(f"expected names with their arrays, a mapping or pairs, got one {type(pair).__name__}")
+            name, array = pair
             if not isinstance(name, str):
                 raise TypeError(f"expected the name of a parameter or buffer, got {type(name).__name__}")
             try:

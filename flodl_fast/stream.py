@@ -10,7 +10,7 @@ from ._round import RoundMeter, TensorLayout
 from .errors import EncodeError, FlodlError, LimitError, TruncatedError
 from .frames import Codec, MuxRecord
 from .messages import Message
-from .protocol import LENGTH_PREFIX, MAX_PREFIX
+from .protocol import LENGTH_PREFIX, MAX_PREFIX, too_long
 from .rounds import RoundFrame
 
 __all__ = ["FrameReader", "FrameWriter"]
@@ -177,9 +177,7 @@ class FrameReader(Generic[Item]):
             return None
         size = int.from_bytes(self._buffer[self._start : self._start + LENGTH_PREFIX], "little")
         if size > self._codec.frame_ceiling:
-            raise LimitError(
-                f"a length prefix of {size} bytes is above the limit of {self._codec.frame_ceiling} (frame_ceiling)"
-            )
+            raise LimitError(too_long(size, self._codec.frame_ceiling))
         # A frame that cannot be is refused at once, not when all that its prefix announces has been stored.
         first = self._start + LENGTH_PREFIX
         with memoryview(self._buffer) as whole, whole[first : first + size] as there:

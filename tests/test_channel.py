@@ -170,6 +170,13 @@ def test_dialling_ends_after_its_attempts(flavour):
         flavour.JoinChannel.connect(address, CODEC, deadlines=Deadlines(attempts=3, pause=0.001))
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:7000", ("127.0.0.1",), 7000, None])
+def test_what_is_no_address_is_not_dialled(flavour, address):
+    words = re.escape(f"(host, port) pair or a socket to connect to, got {address!r}")
+    with pytest.raises(TypeError, match=words):
+        flavour.JoinChannel.connect(address, CODEC)
+
+
 @pytest.mark.parametrize("ranks", [(0,), (0, 2), (0, 1, 2)])
 @CHANNELS
 def test_relays_are_served(flavour, what, ranks):

@@ -771,6 +771,7 @@ def test_model_sigs_against_the_oracle():
 @pytest.mark.parametrize(("named", "text"), [
     ({"w": np.zeros(1, "u1")}, "w: flodl has no code for dtype uint8"), ({"w": [1.0]}, "w: a list has no dtype"),
     ([(0, np.zeros(1))], "name of a parameter or buffer, got int"),
+    ([np.zeros(2)], "names with their arrays, a mapping or pairs, got one ndarray"), (["w"], "pairs, got one str"),
 ])
 def test_model_sigs_that_cannot_be(named, text):
     with pytest.raises(TypeError, match=text):

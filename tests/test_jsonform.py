@@ -128,6 +128,7 @@ def test_singles_are_rounded_when_they_are_read():
     ("Timing", None, "a variant's name"), ("Timing", 5, "a variant's name"), ("Timing", [], "a variant's name"),
     ("Timing", {}, "a variant's name"), ("Timing", {"Exiting": {"rank": 1}, "Heartbeat": {}}, "a variant's name"),
     ("Timing", "Heartbeat", "Heartbeat: expected an object"),
+    ("Timing", ' {"Exiting": {"rank": 3}}', "got its text"), ("Metrics", "{}", "got its text"),
     ("Timing", {"Heartbeat": 5}, "Heartbeat: expected an object"),
     ("Timing", {"Heartbeat": {"rank": 1}}, "Heartbeat.step_count is missing"),
     ("Timing", {"Heartbeat": {"rank": None, "step_count": 1}}, "Heartbeat.rank: expected an integer"),

@@ -466,6 +466,23 @@ def test_ranks_that_do_not_come():
         rank.close()
 
 
+def test_ranks_that_do_not_agree_on_formation():
+    with LocalCluster(2, samples=2, batch=1, epochs=1, dial_in=0.5) as cluster:
+
+        def life(rank):
+            with pytest.raises(ff.ChannelError), Worker(
+                [np.zeros(3, f32)], formation=rank == 0, **addresses(cluster, rank, direct=False)
+            ) as worker:
+                list(worker.plans())
+
+        ranks = [Running(life, rank) for rank in range(2)]
+        error = r"ranks \[0\] still wait in the rounds of their formation after 0.5 s, ranks \[1\] do not: .*formation="
+        with pytest.raises(ff.ChannelError, match=error):
+            cluster.wait(WAIT)
+        for rank in ranks:
+            rank.result()
+
+
 def test_a_rank_that_leaves_before_all_are_there():
     with LocalCluster(2, samples=2, batch=1, epochs=1) as cluster:
         RawRank(cluster, 1).close()

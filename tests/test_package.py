@@ -52,3 +52,19 @@ def test_a_frame_of_another_kind_is_named():
     ):
         with pytest.raises(ff.BadMagicError, match=words):
             call(frame)
+
+
+def test_a_length_prefix_too_many_or_too_few_is_named():
+    codec = ff.Codec(SALT)
+    with pytest.raises(ff.BadMagicError, match=r"got 0x1a, a length prefix of 26 bytes before it \(prefixed=True\)$"):
+        codec.decode(codec.encode_many([ff.Exiting(0)], prefixed=True))
+    frame = codec.encode(ff.Exiting(0))
+    words = r"\(frame_ceiling\): it is a control frame's magic, without a prefix before it$"
+    with pytest.raises(ff.LimitError, match=words):
+        codec.decode_many(frame, prefixed=True)
+    reader = ff.FrameReader(codec, "control", prefixed=True)
+    reader.feed(frame)
+    with pytest.raises(ff.LimitError, match=words):
+        reader.next()
+    with pytest.raises(ff.LimitError, match=r"\(frame_ceiling\)$"):
+        codec.decode_many(b"\xff" * 24, prefixed=True)

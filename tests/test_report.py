@@ -316,7 +316,7 @@ def test_a_picture(run, tmp_path):
 def test_a_picture_without_matplotlib(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["inspect", RELAY, "--plot", str(tmp_path / "run.png")]) == 2
-    assert capsys.readouterr().err == "matplotlib is not installed: pip install 'flodl_fast[plot]'\n"
+    assert capsys.readouterr() == ("", "matplotlib is not installed: pip install 'flodl_fast[plot]'\n")
 
 
 def test_packets_through_a_pipe():

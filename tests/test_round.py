@@ -119,6 +119,12 @@ def test_decode_out_fills_and_returns_the_arrays_given():
     assert [id(t) for t in frame.tensors] == [id(t) for t in into]
 
 
+def test_tensors_by_name_are_refused():
+    for make in (ff.RoundFrame, ff.TensorLayout.of):
+        with pytest.raises(TypeError, match=r"expected several tensors, got a dict of them: give its values\(\)"):
+            make({"weight": np.zeros(3, np.float32)})
+
+
 def test_decode_out_takes_any_iterable():
     into = targets()
     frame = CODEC.decode_round(RAW, out=iter(into))

@@ -180,11 +180,12 @@ def test_environment_refuses_an_envelope(value, error):
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"FLODL_INTERNAL_CLUSTER_JSON": None}, "FLODL_INTERNAL_CLUSTER_JSON is not set"),
+        ({"FLODL_INTERNAL_CLUSTER_JSON": None}, "FLODL_INTERNAL_CLUSTER_JSON is not set: a flodl launcher or"),
         ({"FLODL_INTERNAL_CLUSTER_JSON": "7b7d7"}, "is not the hex of a JSON object"),
         ({"FLODL_INTERNAL_CLUSTER_JSON": "7b"}, "is not the hex of a JSON object"),
         ({"FLODL_INTERNAL_CLUSTER_JSON": "ff"}, "is not the hex of a JSON object"),
         ({"FLODL_INTERNAL_LOCAL_RANK": None}, "FLODL_INTERNAL_LOCAL_RANK is not set"),
+        ({"FLODL_INTERNAL_LOCAL_RANK": None}, "starts one with LocalCluster.environment(rank)"),
         ({"FLODL_INTERNAL_LOCAL_RANK": "2"}, "FLODL_INTERNAL_LOCAL_RANK must be from 0 to 1"),
         ({"FLODL_INTERNAL_LOCAL_RANK": "-1"}, "got '-1'"),
         ({"FLODL_INTERNAL_FULL_CLUSTER_JSON": "00"}, "FLODL_INTERNAL_FULL_CLUSTER_JSON is set beside"),
