@@ -271,6 +271,7 @@ class LocalCluster:
             channel = accept(sock, self._codec, self._world)
         except HandshakeError as error:
             _logger.warning("refused a connection: %s", error)
+            self._coordinator.refusal = error
             return
         with channel:
             if isinstance(channel, ControlChannel):
@@ -501,6 +502,7 @@ class _Coordinator:
     def __init__(self, recipe: _Recipe, *, heartbeat_timeout: float, dial_in: float, reducer: _Reducer) -> None:
         self._recipe, self._reducer = recipe, reducer
         self._timeout, self._dial_in = heartbeat_timeout, dial_in
+        self.refusal: HandshakeError | None = None  # why the last connection that was refused was
         self._events: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         self._ranks: dict[int, _Rank] = {}  # those that are there and neither dead nor done
         self._arrived: set[int] = set()
@@ -645,7 +647,8 @@ class _Coordinator:
                     f"{sorted(self._ranks)} do not: all must agree on formation= and on whether they have buffers"
                 )
             waiting = f"; ranks {half} wait for them in their first round" if half and absent else ""
-            raise ChannelError(f"ranks {absent or missing} have not come in {self._dial_in} s{waiting}")
+            refused = f"; the last connection that was refused: {self.refusal}" if self.refusal else ""
+            raise ChannelError(f"ranks {absent or missing} have not come in {self._dial_in} s{waiting}{refused}")
 
     def _go_on(self, now: float) -> None:
         ranks = self._ranks.values()
@@ -798,7 +801,7 @@ class _Coordinator:
         """What a rank had left of its plan goes to those that are still at theirs."""
         trained = (left.steps - left.steps_before_plan) * self._recipe.batch
         offset, size = left.plan.partition_offset + trained, left.plan.partition_size - trained
-        heirs = [number for number, rank in self._ranks.items() if not rank.reported]
+        heirs = sorted(number for number, rank in self._ranks.items() if not rank.reported)
         for i, number in enumerate(heirs):
             first, count = _share(max(0, size), len(heirs), i)
             if count:

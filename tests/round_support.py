@@ -123,7 +123,7 @@ def halves(seed: int, *shape: int) -> np.ndarray:
 
 def narrowed(array: Any) -> np.ndarray:
     """A float32 array's values rounded to bfloat16 (docs/wire.md §9)."""
-    bits = np.asarray(array, np.float32).view(np.uint32).astype(np.uint64)
+    bits = np.asarray(array, np.float32).view(np.uint32).astype(np.int64)  # which NumPy 1 mixes with a Python int
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     return np.where(bits & 0x7FFFFFFF > 0x7F800000, bits >> 16 | 0x40, rounded).astype(np.uint16).view(BF16)
 

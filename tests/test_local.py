@@ -456,6 +456,15 @@ def test_the_last_rank_that_dies_ends_the_run():
 # ------------------------------------------------------------------------------------------------------------ faults
 
 
+def test_why_a_rank_was_refused_is_told_where_it_is_missed():
+    with LocalCluster(1, samples=3, batch=1, epochs=1, dial_in=0.5) as cluster:
+        address = addresses(cluster, 0, direct=False)["data"]
+        with pytest.raises(ff.HandshakeError):
+            DataChannel.connect(address, ff.Codec(cluster.salt, "0.8"), 0, 1, deadlines=Deadlines(attempts=1))
+        with pytest.raises(ff.ChannelError, match=r"\[0\] have not come in 0.5 s; the last .* version 3 \(of 0\.8\)"):
+            cluster.wait(WAIT)
+
+
 def test_ranks_that_do_not_come():
     with LocalCluster(3, samples=3, batch=1, epochs=1, dial_in=0.5) as cluster:
         rank = RawRank(cluster, 1)
