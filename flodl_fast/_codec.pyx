@@ -359,7 +359,7 @@ cdef bint is_container(const Node* t):
 
 
 cdef dict TABLES = {}
-cdef object NEWEST = max(Revision)
+cdef str NEWEST = max(Revision).value      # a text, whose hash is kept
 _tables_lock = threading.Lock()
 
 
