@@ -51,6 +51,7 @@ class Trial:
     Attributes:
         seed: all else follows from it.
         controller: "crate" or "local".
+        revision: what all of them speak.
         direct: whether the ranks dial the controller itself.
         formation: whether they begin with rank 0's values.
         size: the values of the model's first tensor.
@@ -59,13 +60,14 @@ class Trial:
 
     seed: int
     controller: str
+    revision: str
     direct: bool
     formation: bool
     size: int
     faults: dict[tuple[str, int], Fault]
 
     @classmethod
-    def of(cls, seed: int, controllers: tuple[str, ...] = ("crate", "local")) -> Trial:
+    def of(cls, seed: int, controllers: tuple[str, ...] = ("crate", "local"), revision: str = "0.6") -> Trial:
         rng = random.Random(seed)
         size = rng.choice([6, 6, 100_000])
         kind = KINDS[seed % len(KINDS)]
@@ -78,7 +80,7 @@ class Trial:
             if fault.rate is not None and size > 1000:  # A frame takes half a second at most.
                 fault = replace(fault, rate=max(fault.rate, 8.0 * size))
             faults[leg] = fault
-        return cls(seed, rng.choice(controllers), rng.random() < 0.5, rng.random() < 0.5, size, faults)
+        return cls(seed, rng.choice(controllers), revision, rng.random() < 0.5, rng.random() < 0.5, size, faults)
 
     @property
     def lethal(self) -> bool:
@@ -86,8 +88,8 @@ class Trial:
 
     def __str__(self) -> str:
         bad = {leg: fault for leg, fault in self.faults.items() if fault.kind}
-        where = f"{self.controller}, {'direct' if self.direct else 'relay'}, formation={self.formation}"
-        return f"seed {self.seed}: {where}, {self.size} values, {bad}"
+        where = f"{self.controller} at {self.revision}, {'direct' if self.direct else 'relay'}"
+        return f"seed {self.seed}: {where}, formation={self.formation}, {self.size} values, {bad}"
 
     def run(self, network: Network, binary: Path | None) -> Counter[str]:
         """Train; how many ranks ended in which way.
@@ -100,11 +102,11 @@ class Trial:
             "--heartbeat-timeout", HEARTBEAT_TIMEOUT,
         )  # fmt: skip
         if self.controller == "local":
-            controller: Any = LocalStack(*options, dial_in=DIAL_IN)
+            controller: Any = LocalStack(*options, revision=self.revision, dial_in=DIAL_IN)
         else:
             assert binary is not None
             env = {**os.environ, "FLODL_NET_TIMEOUT_SCALE": "0.25"}
-            controller = Stack(binary, *options, env=env, max_secs=int(2 * BOUND))
+            controller = Stack(binary, *options, revision=self.revision, env=env, max_secs=int(2 * BOUND))
         until = time.monotonic() + BOUND
         with controller:
             ranks = []
@@ -227,16 +229,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train over networks that fail, again and again.")
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--joins", type=int, default=None, help="trials of join agents (default: a tenth as many)")
+    revisions = [revision.value for revision in ff.Revision]
+    parser.add_argument("--revision", default="0.6", choices=revisions, help="of training; agents join at 0.6")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--at-once", type=int, default=6, help="trials at a time")
     args = parser.parse_args()
     cargo = find_cargo()
-    binary = build(cargo) if cargo else None
+    binary = build(cargo, f"{args.revision}.0") if cargo else None
     controllers = ("crate", "local") if binary else ("local",)
     print(f"controllers: {', '.join(controllers)}")
     joins = args.trials // 10 if args.joins is None else args.joins
-    trials: list[Trial | JoinTrial] = [Trial.of(args.first + i, controllers) for i in range(args.trials)]
-    if binary:
+    trials: list[Trial | JoinTrial] = [
+        Trial.of(args.first + i, controllers, args.revision) for i in range(args.trials)
+    ]
+    if binary and args.revision == "0.6":
         trials += [JoinTrial(args.first + i) for i in range(joins)]
     ends: Counter[str] = Counter()
     failed = 0
