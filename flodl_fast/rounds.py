@@ -101,7 +101,8 @@ def reduce_frames(frames: Sequence[RoundFrame | None], *, finite: bool = False) 
 class RoundFold:
     """Adds frames up as they arrive, so that one sum is held and not every frame.
 
-    The sums are bit for bit those of ``sum_frames`` and ``reduce_frames`` over the same frames in the same order.
+    The sums are bit for bit those of ``sum_frames`` and ``reduce_frames`` over the same frames in the same order, a NaN's
+    payload and sign excepted.
     """
 
     def __init__(self) -> None:
