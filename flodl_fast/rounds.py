@@ -101,8 +101,8 @@ def reduce_frames(frames: Sequence[RoundFrame | None], *, finite: bool = False) 
 class RoundFold:
     """Adds frames up as they arrive, so that one sum is held and not every frame.
 
-    The sums are bit for bit those of ``sum_frames`` and ``reduce_frames`` over the same frames in the same order, a NaN's
-    payload and sign excepted.
+    The sums are bit for bit those of ``sum_frames`` and ``reduce_frames`` over the same frames in the same order, but
+    for a NaN's payload and sign.
     """
 
     def __init__(self) -> None:
