@@ -14,7 +14,6 @@ except ImportError as error:
 
 from . import errors as _errors
 from . import messages as _messages
-from .channel import ControlChannel, DataChannel
 from .convert import (
     control_wire_to_msg,
     epoch_metrics_from_wire,
@@ -22,7 +21,6 @@ from .convert import (
     metrics_msg_to_wire,
     timing_msg_to_wire,
 )
-from .environment import Environment
 from .errors import *  # noqa: F403
 from .frames import Codec, MuxRecord
 from .jsonform import from_json, to_json
@@ -42,11 +40,13 @@ from .rounds import (
 )
 from .signature import model_sig
 from .stream import FrameReader, FrameWriter
-from .worker import Plan, Worker
 
 if _TYPE_CHECKING:
     from . import aio
+    from .channel import ControlChannel, DataChannel
+    from .environment import Environment
     from .local import LocalCluster
+    from .worker import Plan, Worker
 
     __version__: str
 
@@ -89,12 +89,22 @@ __all__ += _errors.__all__
 __all__ += _messages.__all__
 
 
+# What lives on sockets takes as long to import as all the rest, and a tool that reads bytes does without.
+_LIVE = {
+    "ControlChannel": "channel",
+    "DataChannel": "channel",
+    "Environment": "environment",
+    "LocalCluster": "local",
+    "Plan": "worker",
+    "Worker": "worker",
+}
+
+
 def __getattr__(name: str) -> _Any:
-    # What few need and takes as long to import as all the rest: asyncio, a cluster, the reading of metadata.
     if name == "aio":
         return _importlib.import_module(".aio", __name__)
-    if name == "LocalCluster":
-        return _importlib.import_module(".local", __name__).LocalCluster
+    if name in _LIVE:
+        return getattr(_importlib.import_module(f".{_LIVE[name]}", __name__), name)
     if name == "__version__":
         return _importlib.import_module("importlib.metadata").version("flodl_fast")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
