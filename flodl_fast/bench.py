@@ -19,7 +19,7 @@ import numpy as np
 
 from ._codec import sha256_kernel
 from ._round import fold_kernel
-from .console import missing, print_table, rich_console, to_text
+from .console import missing, print_table, rich_console, size_text, to_text
 from .frames import Codec
 from .messages import Batch, EpochAggregated, EpochMetrics
 from .protocol import RoundKind
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"kernels: SHA-256 {kernels['sha256']}, fold {kernels['fold']}")
         rows = [(name, f"{value:,.0f}") for name, value in nanoseconds.items()]
         print_table("Control messages", ["work", " ns each"], rows)
-        columns = ["GB/s", *(f" {_size(size)}" for size in sizes)]
+        columns = ["GB/s", *(f" {size_text(size)}" for size in sizes)]
         print_table(
             "Round frames, over the bytes of their tensors", columns,
             [(name, *(f"{rate:.2f}" for rate in values)) for name, values in rates.items()],
@@ -117,10 +117,6 @@ def _least(call: Callable[[], Any], seconds: float) -> float:
         number *= 4
     number = max(1, round(number * seconds / took))
     return min(timer.repeat(_WINDOWS, number)) / number
-
-
-def _size(size: int) -> str:
-    return f"{size >> 10} KiB" if size < 1 << 20 else f"{size >> 20} MiB"
 
 
 @contextmanager

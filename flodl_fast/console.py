@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-__all__ = ["missing", "print_table", "rich_console", "to_text"]
+__all__ = ["missing", "print_table", "rich_console", "size_text", "to_text"]
 
 #: JSON as programs expect it: a NaN is an error here, not a word of its own.
 to_text = json.JSONEncoder(allow_nan=False).encode
@@ -35,6 +35,15 @@ def missing(what: str, extra: str) -> int:
     """Say that a command needs an extra, and give its exit code."""
     print(f"{what} is not installed: pip install 'flodl_fast[{extra}]'", file=sys.stderr)
     return 2
+
+
+def size_text(size: int) -> str:
+    """A size in bytes as people write it: 64 KiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size} {unit}"
+        size //= 1024
+    return f"{size} GiB"
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

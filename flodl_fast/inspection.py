@@ -19,7 +19,7 @@ from ._round import Elided, RoundMeter
 from .capture import Direction, Source
 from .errors import BadMagicError, DecodeError, LimitError, TrailingDataError, TruncatedError, VersionMismatchError
 from .frames import Codec
-from .jsonform import to_json
+from .jsonform import member_name, to_json
 from .messages import Reserved
 from .protocol import (
     CONTROL_HEADER,
@@ -474,7 +474,7 @@ class _Inspector:
     def _mux(self, entry: Entry, data: memoryview) -> None:
         entry.payload = len(data) - MUX_HEADER
         kind, rank, payload = self._codec.open_record(data)
-        entry.kind = kind.name.title().replace("_", "")
+        entry.kind = member_name(kind)
         if kind is MuxKind.CONTROL:
             message = self._decode(
                 entry, lambda codec, trailing: codec.decode_payload("Relay", payload, trailing=trailing)

@@ -113,7 +113,8 @@ def _by_class(revision: Revision) -> dict[type, tuple[str | None, Shape]]:
     return {shape.cls: (name, shape) for family in PAYLOADS for name, shape in _by_name(family, revision).items()}
 
 
-def _member_name(member: IntEnum) -> str:
+def member_name(member: IntEnum) -> str:
+    """An enum's member by the crate's name."""
     return member.name.title().replace("_", "")
 
 
@@ -145,7 +146,7 @@ def _write(shape: Shape, value: Any, revision: Revision) -> Any:
     if op == "map":
         return {key: _write(shape.parts[1], item, revision) for key, item in value.items()}
     if op == "enum":
-        return _member_name(value)
+        return member_name(value)
     if op == "struct":
         return {name: _write(part, getattr(value, name), revision) for name, part in _fields(shape, revision)}
     return value
@@ -199,7 +200,7 @@ def _read(shape: Shape, value: Any, revision: Revision, where: str) -> Any:
     if op == "map":
         _expect(isinstance(value, dict), where, "an object", value)
         return {key: _read(shape.parts[1], item, revision, f"{where}[{key!r}]") for key, item in value.items()}
-    members = {_member_name(member): member for member in shape.cls}
+    members = {member_name(member): member for member in shape.cls}
     _expect(isinstance(value, str) and value in members, where, f"one of {list(members)}", value)
     return members[value]
 

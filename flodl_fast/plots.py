@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from .console import size_text
 from .summary import Summary
 
 __all__ = ["plot_rates", "plot_run"]
@@ -80,15 +81,6 @@ def plot_rates(sizes: Sequence[int], rates: Mapping[str, Sequence[float]], path:
     axes.set_xlabel("bytes of tensors in a frame")
     figure.legend(frameon=False, fontsize=9, ncols=3, loc="outside lower center")
     figure.savefig(path, dpi=150)
-
-
-def size_text(size: int) -> str:
-    """A size in bytes as people write it: 64 KiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size} {unit}"
-        size //= 1024
-    return f"{size} GiB"
 
 
 def _smooth(values: Sequence[float], weight: float = 0.1) -> list[float]:

@@ -75,7 +75,7 @@ def supported_revision(revision: Revision | str) -> Revision:
     """The Revision of that name.
 
     Raises:
-        ValueError: the name is unknown; the message lists those that are not.
+        ValueError: the name is unknown; the message lists those that are known.
     """
     try:
         return Revision(revision)
@@ -150,6 +150,18 @@ MAGIC_CHANNEL_DATA = 0xF10D17E1
 MAGIC_CHANNEL_CONTROL = 0xF10D17E2
 MAGIC_CHANNEL_JOIN = 0xF10D17E3
 
+CONNECT_ATTEMPTS = 60  # *
+CONNECT_PAUSE = 0.5
+FIRST_BYTES = 5  # * for the magic on the controller's port
+HANDSHAKE = 10
+WRITE_STALL = 30  # *
+REDUCE_REPLY = 120  # * each read
+STARVATION = 60  # inside a frame
+LIVENESS = 30  # * control frames to a rank, timing frames from one
+DIAL_IN = 60  # * until the relays cover the world
+JOIN_REPLY = 30  # * the agent's wait
+FORMATION_MARGIN = 30  # beyond what the controller says the world may take to form
+
 _MAGICS = {
     MAGIC_DATA_HELLO: "a data hello",
     MAGIC_DATA_ACK: "a data ack",
@@ -184,15 +196,3 @@ def wrong_version(what: str, field: str, found: int, revision: Revision) -> str:
     names = " or ".join(r.value for r, versions in VERSIONS.items() if getattr(versions, field) == found)
     expected = getattr(VERSIONS[revision], field)
     return f"{what} version {found} (of {names or 'no known revision'}), revision {revision.value} has {expected}"
-
-CONNECT_ATTEMPTS = 60  # *
-CONNECT_PAUSE = 0.5
-FIRST_BYTES = 5  # * for the magic on the controller's port
-HANDSHAKE = 10
-WRITE_STALL = 30  # *
-REDUCE_REPLY = 120  # * each read
-STARVATION = 60  # inside a frame
-LIVENESS = 30  # * control frames to a rank, timing frames from one
-DIAL_IN = 60  # * until the relays cover the world
-JOIN_REPLY = 30  # * the agent's wait
-FORMATION_MARGIN = 30  # beyond what the controller says the world may take to form

@@ -234,12 +234,8 @@ class _Table:
         most = sorted(summary.kinds.items(), key=lambda item: -item[1][0])
         counts = ", ".join(f"{n} {name}" for name, (n, _) in most)
         self._say(f"{_frames(summary.frames)}, {summary.nbytes:,} bytes" + (f": {counts}" if counts else ""))
-        if summary.macs:
-            self._say("MAC: " + ", ".join(f"{n} {mac}" for mac, n in summary.macs.most_common()))
-            revision, why = entries.revision
-            self._say(f"read as revision {revision.value}: {why}")
-        for note in entries.notes:
-            self._say(note)
+        self._trust(summary, entries)
+        self._notes(entries)
 
     def sums(self, summary: Summary, entries: Inspection) -> None:
         """The sums in tables."""
@@ -255,12 +251,19 @@ class _Table:
         seconds = ((summary.end_ns or 0) - (summary.start_ns or 0)) / 1e9
         took = f" in {seconds:.3f} s" if summary.start_ns is not None else ""
         self._say(f"{_frames(summary.frames)}, {summary.nbytes:,} bytes{took}")
+        self._trust(summary, entries)
+        if summary.faults:
+            self._say(f"{_frames(summary.faults)} with a FAULT", "bold red")
+        self._notes(entries)
+
+    def _trust(self, summary: Summary, entries: Inspection) -> None:
+        """How the MACs stand, and as what the frames were read."""
         if summary.macs:
             self._say("MAC: " + ", ".join(f"{n} {mac}" for mac, n in summary.macs.most_common()))
             revision, why = entries.revision
             self._say(f"read as revision {revision.value}: {why}")
-        if summary.faults:
-            self._say(f"{_frames(summary.faults)} with a FAULT", "bold red")
+
+    def _notes(self, entries: Inspection) -> None:
         for note in entries.notes:
             self._say(note)
 

@@ -6,11 +6,10 @@ With --check nothing is written, and the exit code is 1 where they are not up to
 from __future__ import annotations
 
 import sys
-from enum import IntEnum
 from pathlib import Path
 
 from flodl_fast import protocol
-from flodl_fast.jsonform import _by_name
+from flodl_fast.jsonform import _by_name, member_name
 from flodl_fast.layout import Shape, struct_of
 from flodl_fast.messages import PAYLOADS
 
@@ -18,11 +17,6 @@ LUA = Path(__file__).resolve().parents[1] / "tools" / "flodl.lua"
 BEGIN = "-- Made by scripts/make_dissector.py from flodl_fast/messages.py and protocol.py; not to be changed by hand.\n"
 END = "-- End of what is made.\n"
 NUMBERS = ("u8", "u16", "u32", "u64", "i32", "f32", "f64")
-
-
-def name_of(member: IntEnum) -> str:
-    """An enum's member by the crate's name."""
-    return member.name.title().replace("_", "")
 
 
 class Tables:
@@ -39,7 +33,7 @@ class Tables:
             return f'{{"struct", "{self.struct(shape, family)}"}}'
         if shape.op == "enum":
             name = shape.cls.__name__
-            members = ", ".join(f'[{int(m)}] = "{name_of(m)}"' for m in shape.cls)
+            members = ", ".join(f'[{int(m)}] = "{member_name(m)}"' for m in shape.cls)
             self.enums[name] = f"{{{members}}}"
             self.field(family, field, f"enum {name}")
             return f'{{"enum", "{name}"}}'
@@ -79,10 +73,10 @@ def made() -> str:
     for family, (kind, union) in PAYLOADS.items():
         number = "nil" if kind is None else str(int(kind))
         prefix = family.lower()
-        if None in _by_name(family, max(protocol.Revision)):
+        variants = _by_name(family, max(protocol.Revision))
+        if None in variants:
             body = f'fields = {{{tables.body(struct_of(union), prefix)}}}'
         else:
-            variants = _by_name(family, max(protocol.Revision))
             rows = "".join(
                 f'\n    [{index}] = {{name = "{name}", fields = {{{tables.body(shape, prefix)}}}}},'
                 for index, (name, shape) in enumerate(variants.items())
@@ -102,7 +96,7 @@ def made() -> str:
         text.append(f'  ["{revision.value}"] = {{{numbers}}},\n')
     text.append("}\n")
     for name, enum in (("MsgKind", protocol.MsgKind), ("MuxKind", protocol.MuxKind), ("RoundKind", protocol.RoundKind)):
-        tables.enums[name] = "{" + ", ".join(f'[{int(m)}] = "{name_of(m)}"' for m in enum) + "}"
+        tables.enums[name] = "{" + ", ".join(f'[{int(m)}] = "{member_name(m)}"' for m in enum) + "}"
     text.append("local FAMILIES = {}\n")
     text += families
     text.append("local STRUCTS = {\n" + "".join(f'  ["{n}"] = {t},\n' for n, t in tables.structs.items()) + "}\n")

@@ -68,3 +68,13 @@ def peer(peer_build: Callable[[str], Path]) -> Iterator[Callable[..., Peer]]:
 def revision(request: pytest.FixtureRequest) -> str:
     """Every revision in turn."""
     return request.param
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Any]:
+    """A controller and coordinator by hand, of revision 0.6."""
+    from worker_support import Coordinator  # Not for the oracle's suites, which import nothing of the package.
+
+    coordinator = Coordinator()
+    yield coordinator
+    coordinator.close()

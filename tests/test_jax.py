@@ -11,7 +11,7 @@ from hashlib import sha256
 
 import numpy as np
 import pytest
-from worker_support import Coordinator, ask_for_an_average, stepped
+from worker_support import ask_for_an_average, stepped
 
 import flodl_fast as ff
 
@@ -22,13 +22,6 @@ from flodl_fast import jax as module  # noqa: E402
 
 f32 = np.float32
 Layer = namedtuple("Layer", "w b")
-
-
-@pytest.fixture
-def coordinator():
-    coordinator = Coordinator()
-    yield coordinator
-    coordinator.close()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hashlib import sha256
 import cuda_stand_in as stand_in
 import numpy as np
 import pytest
-from worker_support import CODEC, Coordinator, Running, ask_for_an_average, stepped
+from worker_support import CODEC, Running, ask_for_an_average, stepped
 
 import flodl_fast as ff
 
@@ -19,13 +19,6 @@ from flodl_fast import torch as module  # noqa: E402
 f32 = np.float32
 HALF = [torch.float16, torch.bfloat16]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device; the stand-in's tests run instead")
-
-
-@pytest.fixture
-def coordinator():
-    coordinator = Coordinator()
-    yield coordinator
-    coordinator.close()
 
 
 class Net(torch.nn.Module):

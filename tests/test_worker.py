@@ -33,13 +33,6 @@ DOCS = Path(__file__).resolve().parents[1] / "docs" / "worker.md"
 
 
 @pytest.fixture
-def coordinator():
-    coordinator = Coordinator()
-    yield coordinator
-    coordinator.close()
-
-
-@pytest.fixture
 def params():
     return [np.array([[1, 2], [3, 4]], f32), np.array([5, 6, 7], f32)]
 

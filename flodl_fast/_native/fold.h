@@ -1,8 +1,9 @@
 /* Loops over tensor bytes: fold, scale, float32 to bfloat16 and back, finiteness, copy, byte swap.
  *
- * Memory named uint8_t is little-endian wire bytes, memory named void native values, both at any alignment. Arithmetic is that of a plain
- * loop of f32 operations in the stated order, whatever the kernel: the same bits, a NaN's payload and
- * sign excepted. Buffers may not overlap unless it says so; null pointers are fine where the size is 0.
+ * Memory named uint8_t is little-endian wire bytes, memory named void native values, both at any alignment.
+ * Arithmetic is that of a plain loop of f32 operations in the stated order, whatever the kernel: the same bits,
+ * a NaN's payload and sign excepted. Buffers may not overlap unless it says so; null pointers are fine where the
+ * size is 0.
  */
 #ifndef FLODL_FAST_FOLD_H
 #define FLODL_FAST_FOLD_H
