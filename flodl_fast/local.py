@@ -485,7 +485,7 @@ class _Rank:
     def __init__(self, channel: ControlChannel) -> None:
         self.channel = channel
         self.heard = time.monotonic()
-        self.plan = wire.EpochPlan(0, 0, 0)
+        self.slices: list[tuple[int, int]] = []  # (offset, size) of its plan, and of what it has inherited
         self.steps = 0  # all that it has ever taken
         self.steps_before_plan = 0
         self.steps_since_average = 0
@@ -692,9 +692,10 @@ class _Coordinator:
         if epoch > 0:
             self._call_back(epoch)
         for number, rank in self._ranks.items():
-            rank.plan, rank.reported = self._recipe.plan(epoch, number), False
+            plan = self._recipe.plan(epoch, number)
+            rank.slices, rank.reported = [(plan.partition_offset, plan.partition_size)], False
             rank.steps_before_plan = rank.steps
-            self._send(number, wire.StartEpoch(rank.plan))
+            self._send(number, wire.StartEpoch(plan))
 
     def _call_back(self, epoch: int) -> None:
         recipe, wanted = self._recipe, self._wanted
@@ -800,12 +801,15 @@ class _Coordinator:
     def _redistribute(self, left: _Rank) -> None:
         """What a rank had left of its plan goes to those that are still at theirs."""
         trained = (left.steps - left.steps_before_plan) * self._recipe.batch
-        offset, size = left.plan.partition_offset + trained, left.plan.partition_size - trained
         heirs = sorted(number for number, rank in self._ranks.items() if not rank.reported)
-        for i, number in enumerate(heirs):
-            first, count = _share(max(0, size), len(heirs), i)
-            if count:
-                self._send(number, wire.ExtendPartition(offset + first, count))
+        for offset, size in left.slices:
+            done = min(trained, size)
+            trained -= done
+            for i, number in enumerate(heirs):
+                first, count = _share(size - done, len(heirs), i)
+                if count:
+                    self._ranks[number].slices.append((offset + done + first, count))
+                    self._send(number, wire.ExtendPartition(offset + done + first, count))
 
     def _check_silence(self, now: float) -> None:
         for number, rank in list(self._ranks.items()):

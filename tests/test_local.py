@@ -415,6 +415,21 @@ def test_a_silent_rank_is_dead_and_its_work_goes_to_the_others():
     assert ranks[0].params[0].tobytes() == ranks[1].params[0].tobytes()
 
 
+def test_what_a_dead_rank_has_inherited_is_inherited_again():
+    with LocalCluster(3, samples=60, batch=2, epochs=1) as cluster:
+        ranks = [RawRank(cluster, rank) for rank in range(3)]
+        plans = [rank.recv(ff.SetEpochCallbackRole).plan for rank in ranks]
+        assert plans == [ff.EpochPlan(0, 0, 20), ff.EpochPlan(0, 20, 20), ff.EpochPlan(0, 40, 20)]
+        ranks[2].step(6)  # 12 of its samples
+        ranks[2].control.close()
+        assert [rank.recv() for rank in ranks[:2]] == [ff.ExtendPartition(52, 4), ff.ExtendPartition(56, 4)]
+        ranks[1].step(11)  # all of its own 20, and 2 of those
+        ranks[1].control.close()
+        assert ranks[0].recv() == ff.ExtendPartition(58, 2)
+        for rank in ranks:
+            rank.close()
+
+
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "relay"])
 @pytest.mark.parametrize("what", ["data", "control"])
 def test_a_rank_whose_connection_ends_is_dead_at_once(what, direct):
