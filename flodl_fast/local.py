@@ -873,7 +873,7 @@ def aggregate_metrics(
         weight = sum(batches[rank] for rank in ranks)
         scalars[name] = sum(means[rank][name] * batches[rank] for rank in ranks) / weight if weight else 0.0
     each: dict[str, Any] = {}
-    if not revision < protocol.Revision.V0_7:
+    if revision >= protocol.Revision.V0_7:
         each["per_rank_loss"] = [loss / n if n else None for loss, n in zip(losses, batches, strict=True)]
         each["per_rank_samples"] = samples
     spent = [share or whole for share, whole in zip(times["share_complete_ms"], times["epoch_ms"], strict=True)]

@@ -600,7 +600,7 @@ class Rounds:
         self._frame = memoryview(b"")
         # A reply with bytes after its frame: 0.6 ignores them, and so does whoever serves (docs/wire.md §6).
         self._trailing = "ignore" if line.served or codec.revision < Revision.V0_7 else "error"
-        self._elides = not line.served and not codec.revision < Revision.V0_8
+        self._elides = not line.served and codec.revision >= protocol.ELISION_SINCE
         self._layouts: dict[Any, TensorLayout] = {}  # rounds of parameters, buffers, counts, with data or without
         self._asked: tuple[TensorLayout, RoundKind, Sequence[Any], str | None] | None = None
 

@@ -207,7 +207,7 @@ class Worker:
         self._on_shutdown_save = on_shutdown_save
         self._on_message = on_message
         self._resources = resources
-        self._samples = sample_resources and not codec.revision < Revision.V0_7
+        self._samples = sample_resources and codec.revision >= Revision.V0_7
         self._sampled = -math.inf
         self._deadlines = deadlines or Deadlines()
         self._plans: deque[Plan] = deque()

@@ -113,6 +113,7 @@ def test_variants_of_a_union():
 def test_revisions_order_by_age():
     assert Revision.V0_6 < Revision.V0_7 < Revision.V0_8
     assert not Revision.V0_7 < Revision.V0_7
+    assert Revision.V0_8 >= Revision.V0_8 > Revision.V0_7 >= Revision.V0_6 <= Revision.V0_6
     assert max(Revision) is Revision.V0_8
 
 
