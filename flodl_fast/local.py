@@ -93,6 +93,7 @@ class LocalCluster:
         epochs: the number of epochs.
         salt: the session salt as ``Codec`` takes it; a new one if None.
         revision: the wire's. At 0.8 all ranks must tell the same signature of their models.
+        frame_ceiling: as ``Codec``'s; ``flodl_fast.frame_ceiling`` says what a model needs.
         host: the address to listen at. Whoever reaches it and has the salt takes part.
         port: the controller's port; the relay's two are 4 and 5 above it. 0 takes any.
         heartbeat_timeout: seconds without a Timing message after which a rank is dead; the crate's if None.
@@ -105,7 +106,7 @@ class LocalCluster:
         salt: the 16 bytes of the session salt.
 
     Raises:
-        ValueError: a number that cannot be, or a salt or revision as ``Codec``.
+        ValueError: a number that cannot be, or a salt, revision or ceiling as ``Codec``.
         OSError: from ``with``: the ports are taken.
     """
 
@@ -118,6 +119,7 @@ class LocalCluster:
         *,
         salt: bytes | str | None = None,
         revision: protocol.Revision | str = "0.6",
+        frame_ceiling: int = protocol.FRAME_CEILING,
         host: str = "127.0.0.1",
         port: int = 0,
         heartbeat_timeout: float | None = None,
@@ -139,7 +141,7 @@ class LocalCluster:
             raise ValueError(f"port must be from 0 to {_LAST_PORT}, got {port}: the relay's ports are above it")
         self.salt = secrets.token_bytes(protocol.SALT_SIZE) if salt is None else protocol.parse_salt(salt)
         self._world = world
-        self._codec = Codec(self.salt, revision)
+        self._codec = Codec(self.salt, revision, frame_ceiling=frame_ceiling)
         self._reducer = _Reducer(world, self._lost, self._failed)
         self._coordinator = _Coordinator(
             _Recipe(world, samples, batch, epochs, evaluate_every, checkpoint_every, self._codec.revision),

@@ -24,7 +24,7 @@ from .environment import Environment
 from .errors import ChannelClosed, ChannelError, FlodlError
 from .frames import Codec
 from .model import Arrays, Model, norm
-from .net import Deadlines
+from .net import Deadlines, Elapsed
 from .protocol import BF16_SINCE, Revision, RoundKind
 from .rounds import frame_ceiling, gamma_mass, mover_mass
 
@@ -445,7 +445,7 @@ class Worker:
                 self._control.send(wire.Exiting(self.rank))
                 while True:  # What is unread at the close could make the system reset the connection and lose this.
                     self._control.recv(0)
-            except (TimeoutError, FlodlError) as error:
+            except (Elapsed, FlodlError) as error:
                 _logger.debug("rank %d: while closing: %s", self.rank, error)
         self._control.close()
         self._data.close()
@@ -508,7 +508,7 @@ class Worker:
         """Serve the next message; False if none came in time."""
         try:
             message = self._control.recv(timeout, liveness=self._deadlines.liveness)
-        except TimeoutError:
+        except Elapsed:  # and not a TimeoutError of a signal handler's
             return False
         if not isinstance(message, _CONTROL):
             _logger.warning("rank %d: dropped a %s: no coordinator sends it", self.rank, type(message).__name__)

@@ -529,6 +529,20 @@ def test_tensors_that_do_not_match():
             rank.close()
 
 
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "relay"])
+def test_the_ceiling_of_a_frame_can_be_set(direct):
+    tensors = [np.ones(1000, f32)]
+    size = ff.TensorLayout.of(tensors).frame_size
+    with LocalCluster(1, samples=1, batch=1, epochs=1, frame_ceiling=size) as cluster:
+        rank = RawRank(cluster, 0, direct)
+        assert rank.data.all_reduce(tensors, ff.RoundKind.MODEL, 1.0).tensors[0].tolist() == [1.0] * 1000
+        with pytest.raises(ff.ChannelError):
+            rank.data.all_reduce([np.ones(1001, f32)], ff.RoundKind.MODEL, 1.0)
+        with pytest.raises(ff.ChannelError, match=rf"{size + 4} bytes is above the limit of {size} \(frame_ceiling\)"):
+            cluster.wait(WAIT)
+        rank.close()
+
+
 def test_strangers_are_refused_and_nobody_minds(caplog):
     caplog.set_level(logging.WARNING, logger="flodl_fast.local")
     with LocalCluster(2, samples=4, batch=1, epochs=2) as cluster:

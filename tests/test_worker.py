@@ -942,6 +942,19 @@ def test_a_silent_coordinator(coordinator, params):
         assert worker.ended is caught.value
 
 
+def test_a_time_out_of_a_signal_handler_is_not_the_worker_s(coordinator, params, monkeypatch):
+    with coordinator.serving(params) as worker:
+        mine = TimeoutError("the batch system wants its machine back")
+
+        def interrupted(*_, **__):
+            raise mine
+
+        monkeypatch.setattr(worker._control, "recv", interrupted)
+        with pytest.raises(TimeoutError, match="wants its machine back"):
+            list(worker.plans())
+        assert worker.ended is mine
+
+
 def test_a_failing_callback_ends_the_rank(coordinator, params):
     with coordinator.serving(params, on_shutdown_save=fail) as worker:
         coordinator.send(ff.ShutdownWithSave(0))
