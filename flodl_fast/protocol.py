@@ -82,7 +82,7 @@ def supported_revision(revision: Revision | str) -> Revision:
     try:
         return Revision(revision)
     except ValueError:
-        names = ", ".join(r.value for r in Revision)
+        names = ", ".join(repr(r.value) for r in Revision)  # a text and not a number, as this shows
         raise ValueError(f"flodl revision {revision!r} is not supported; supported: {names}") from None
 
 

@@ -470,7 +470,7 @@ def test_limits_that_cannot_be(name):
 
 @pytest.mark.parametrize("wrong", ["0.5", "0.6.0", "0.9", "", 0.6, None])
 def test_revisions_that_are_not_spoken(wrong):
-    with pytest.raises(ValueError, match=r"not supported; supported: 0\.6, 0\.7, 0\.8"):
+    with pytest.raises(ValueError, match=r"not supported; supported: '0\.6', '0\.7', '0\.8'"):
         ff.Codec(SALT, wrong)
 
 

@@ -121,7 +121,7 @@ def test_supported_revisions():
     for revision in Revision:
         assert supported_revision(revision.value) is supported_revision(revision) is revision
     for wrong in ("0.5", "0.6.0", "", 0.6, None, []):
-        with pytest.raises(ValueError, match=r"not supported; supported: 0\.6, 0\.7, 0\.8"):
+        with pytest.raises(ValueError, match=r"not supported; supported: '0\.6', '0\.7', '0\.8'"):
             supported_revision(wrong)
 
 
