@@ -81,7 +81,8 @@ def supported_revision(revision: Revision | str) -> Revision:
         return Revision(revision)
     except ValueError:
         names = ", ".join(r.value for r in Revision)
-        raise ValueError(f"flodl revision {revision!r} is not supported; supported: {names}") from None
+        given = "" if isinstance(revision, str) else f" (a {type(revision).__name__}; give a string such as '0.8')"
+        raise ValueError(f"flodl revision {revision!r}{given} is not supported; supported: {names}") from None
 
 
 def lookalike(revision: Revision) -> Revision | None:
