@@ -137,6 +137,7 @@ lint: $(VENV)/.with-dev ## ruff, mypy, pyright, the stubs against the compiled m
 	$(BIN)/python -m mypy.stubtest flodl_fast._codec flodl_fast._round
 	$(BIN)/yamllint --strict .github mkdocs.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --offline --quiet .github
 
 docs: $(VENV)/.with-docs ## the documentation site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict # with --quiet it would count no warning
