@@ -41,6 +41,7 @@ def messages(message: ff.Message) -> None:
     assert_type(ff.from_json(ff.MsgKind.TIMING, "Exiting"), ff.TimingMsg)
     assert_type(ff.from_json("Relay", {}, revision="0.8"), ff.RelayMsg)
     assert_type(ff.from_json(str(message), {}), Any)
+    assert_type(ff.timing_msg_to_wire(ff.Exiting(0)), ff.Exiting)
     assert_type(ff.metrics_msg_to_wire(ff.MetricsMsg(0, 0, 0.0, 0, 0.0, 0, 0.0, 0.0, 0.0, {}, None)), ff.MetricsMsg)
 
 
