@@ -191,7 +191,7 @@ cdef class Table:
         for name, (kind, union) in _messages.PAYLOADS.items():
             variants = []
             for cls, since in variants_of(union):
-                if since is None or not revision < since:
+                if since is None or revision >= since:
                     variants.append(cls)
                 else:
                     self.newer[cls] = since
@@ -447,7 +447,8 @@ cdef int make_room(Writer* w, Py_ssize_t room) except -1:
 
 cdef inline Py_ssize_t foresee(Py_ssize_t used, Py_ssize_t done, Py_ssize_t whole) noexcept:
     """The room that the whole will take, and a little more, where a part of it is done; within what is sane."""
-    return min(used * whole // done // 16 * 17, max(16 * used, 64 << 20)) + 1024
+    # In floating point: of many gigabytes the product would not fit in 64 bits.
+    return <Py_ssize_t>min(1.0625 * used * whole / done, <double>max(16 * used, 64 << 20)) + 1024
 
 
 cdef inline int reserve(Writer* w, Py_ssize_t n) except -1:

@@ -126,7 +126,7 @@ def _by_name(family: str, revision: Revision) -> dict[str | None, Shape]:
     return {
         cls.__name__.removeprefix(family).removesuffix("Msg"): struct_of(cls)
         for cls, since in variants
-        if since is None or not revision < since
+        if since is None or revision >= since
     }
 
 
@@ -150,7 +150,7 @@ def _fields(shape: Shape, revision: Revision) -> list[tuple[str, Shape]]:
     return [
         (name, part)
         for name, part, since in zip(shape.names, shape.parts, shape.since, strict=True)
-        if since is None or not revision < since
+        if since is None or revision >= since
     ]
 
 
