@@ -101,7 +101,8 @@ def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
         assert all(abs(weight - (i + 1)) < 0.05 for row in learnt for i, weight in enumerate(row))
 
 
-def test_the_readmes_rank_runs_at_the_newest_revision(tmp_path: Path) -> None:
+def test_the_readmes_rank_runs_at_the_newest_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLODL_NET_TIMEOUT_SCALE", "3")
     (rank,) = [block for block in blocks_of(PAGES[0]) if file_of(block) == "train.py"]
     (tmp_path / "train.py").write_text(rank, encoding="utf-8")
     assert run(rank, tmp_path, {}).count("[") == 3
