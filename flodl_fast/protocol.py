@@ -93,7 +93,7 @@ def lookalike(revision: Revision) -> Revision | None:
 
 
 class MsgKind(IntEnum):
-    """What a control frame carries (§3). The last two of 1-5 are reserved and dead."""
+    """What a control frame carries (docs/wire.md §3). The last two of 1-5 are reserved and dead."""
 
     CONTROL = 1
     TIMING = 2
@@ -105,14 +105,14 @@ class MsgKind(IntEnum):
 
 
 class RoundKind(IntEnum):
-    """How the controller reduces a round frame (§6): MODEL is divided by the summed weight, CONTROL never."""
+    """How a round frame is reduced (docs/wire.md §6): MODEL is divided by the summed weight, CONTROL never."""
 
     MODEL = 0
     CONTROL = 1
 
 
 class MuxKind(IntEnum):
-    """What a mux record carries between relay and controller (§7)."""
+    """What a mux record carries between relay and controller (docs/wire.md §7)."""
 
     DATA = 1
     CONTROL = 2
