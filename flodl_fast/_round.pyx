@@ -1190,7 +1190,7 @@ cdef class Framed(Input):
         """
         if record is None:
             return 0
-        expected = MuxKind(whole_number(record, "record", MuxKind.HOST_FRAME, MuxKind.BROADCAST))
+        expected = MuxKind(record)
         kind = codec.enter_record(self, strict, self.tag)
         if kind is not expected:
             raise UnknownKindError(f"a {kind.name} record where a {expected.name} one was expected")

@@ -167,7 +167,7 @@ class Codec(FrameCodec):
                 float32 array takes a bfloat16 tensor widened. On any error they are as they were.
             elided: what becomes of tensors that came without data (0.8 on): "zeros", or "keep" for an Elided.
             finite: refuse a NaN or an infinity.
-            record: HOST_FRAME or BROADCAST where the buffer starts with a mux record of that MuxKind and the frame is
+            record: a MuxKind, HOST_FRAME or BROADCAST, where the buffer starts with such a mux record and the frame is
                 its payload. Both MACs are checked in one pass, which takes little longer than one of them.
             trailing: as ``decode``; what may be left is after the frame.
 
@@ -175,8 +175,10 @@ class Codec(FrameCodec):
             DecodeError: TruncatedError, BadMagicError, LimitError, UnknownKindError, TensorError (for the weight),
                 AuthenticationError, TrailingDataError, TensorError (for the tensors: a shape that its bytes do not
                 fill, or a dtype or elision that this revision does not have), LimitError (for elided zeros above
-                ``frame_ceiling``), in this order of checks; before them, with ``record``, those of ``decode_mux``.
-            TypeError, ValueError: arrays in ``out`` that cannot be written, or keywords that contradict each other.
+                ``frame_ceiling``), in this order of checks; before them, with ``record``, those of ``decode_mux`` and
+                an UnknownKindError where it is of another kind.
+            TypeError, ValueError: arrays in ``out`` that cannot be written, a ``record`` that is no MuxKind, or keywords
+                that contradict each other.
         """
         if elided not in ("zeros", "keep"):
             raise ValueError(f'elided must be "zeros" or "keep", got {elided!r}')

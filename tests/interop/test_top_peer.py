@@ -122,10 +122,10 @@ def test_a_run_that_does_not_form(peer_build, top, revision):
 
 def test_a_start_that_is_held(peer_build, top):
     """0.8: the window stays open for a POST /start."""
-    options = "--join", "--ranks", 1, "--samples", 32, "--epochs", 1, "--window", 120, "--start", "manual", "--stay"
+    options = "--join", "--ranks", 2, "--samples", 64, "--epochs", 1, "--window", 120, "--start", "manual", "--stay"
     with Stack(peer_build("0.8"), *options, revision="0.8") as stack:
-        with eager(stack, "0.8") as one:
-            held = "staging: 1 of at least 1 ranks on 1 host(s), start manual, not given yet; at the last change window "
+        with eager(stack, "0.8", "--devices", "0,1") as one:
+            held = "staging: 2 of at least 2 ranks on 1 host(s), start manual, not given yet; at the last change window "
             hear(one, held)
             assert top(stack, "--once")[1].startswith(held)
             with urlopen("http://{}:{}/start".format(*stack.controller), data=b"") as answer:
