@@ -177,8 +177,8 @@ class Codec(FrameCodec):
                 fill, or a dtype or elision that this revision does not have), LimitError (for elided zeros above
                 ``frame_ceiling``), in this order of checks; before them, with ``record``, those of ``decode_mux`` and
                 an UnknownKindError where it is of another kind.
-            TypeError, ValueError: arrays in ``out`` that cannot be written, a ``record`` that is no MuxKind, or keywords
-                that contradict each other.
+            TypeError, ValueError: arrays in ``out`` that cannot be written, a ``record`` that is no MuxKind, or
+                keywords that contradict each other.
         """
         if elided not in ("zeros", "keep"):
             raise ValueError(f'elided must be "zeros" or "keep", got {elided!r}')

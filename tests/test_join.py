@@ -505,7 +505,8 @@ def test_a_world_that_does_not_form(window, capfd, monkeypatch):
 
 def test_what_is_shown_until_the_world_forms(window, capfd, monkeypatch):
     monkeypatch.setattr(join, "STATUS_EVERY", 0.05)
-    state = {"phase": "waiting", "joined_ranks": 1, "joined_hosts": 1, "min_rank_start": 2, "target_ranks": 3, "members": []}
+    state = {"phase": "waiting", "joined_ranks": 1, "joined_hosts": 1, "min_rank_start": 2, "target_ranks": 3}
+    state["members"] = []
     ok = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
     window.pages = [
         ok + json.dumps(state).encode(),

@@ -25,6 +25,7 @@ WAITING = {  # the page as docs/wire.md §7 has it
         },
     ],
 }
+JOINED = "2 of at least 3 ranks on 1 host(s)"
 TRAINING = {**WAITING, "phase": "training", "joined_ranks": 3}
 STAGING = {**WAITING, "phase": "staging", "start_mode": "manual", "start_armed": False}
 
@@ -68,7 +69,7 @@ def test_once(run):
         code, out, err = run(address, "--once")
     lines = out.splitlines()
     assert (code, err) == (0, "")
-    assert lines[0] == "waiting: 2 of at least 3 ranks on 1 host(s); at the last change window open 21 s, gives up in 51 s"
+    assert lines[0] == f"waiting: {JOINED}; at the last change window open 21 s, gives up in 51 s"
     assert lines[-1].split() == ["a", "0,", "1", "0,", "1", r"'RTX", r"\x1b[2J'", "2.9", "3"]
 
 
@@ -90,7 +91,10 @@ def test_a_run_that_failed(run):
     ("told", "said"),
     [
         ({}, ", start manual, not given yet; at the last change window open 21 s, gives up in 51 s"),
-        ({"start_armed": True, "window_remaining_secs": None}, ", start manual, given; at the last change gives up in 51 s"),
+        (
+            {"start_armed": True, "window_remaining_secs": None},
+            ", start manual, given; at the last change gives up in 51 s",
+        ),
         ({"start_mode": "auto"}, "; at the last change window open 21 s, gives up in 51 s"),
         ({"phase": "forming"}, ""),
     ],
@@ -99,12 +103,12 @@ def test_what_0_8_adds(run, told, said):
     page = {**STAGING, **told}
     with controller(page) as address:
         line = run(address, "--once")[1].splitlines()[0]
-    assert line == f"{page['phase']}: 2 of at least 3 ranks on 1 host(s){said}"
+    assert line == f"{page['phase']}: {JOINED}{said}"
 
 
 def test_a_page_that_would_steer_the_terminal(run):
     with controller({**WAITING, "phase": "\x1b[2J"}) as address:
-        assert run(address, "--once")[1].splitlines()[0] == r"'\x1b[2J: 2 of at least 3 ranks on 1 host(s)'"
+        assert run(address, "--once")[1].splitlines()[0] == rf"'\x1b[2J: {JOINED}'"
 
 
 def test_objects_for_programs(run):

@@ -125,7 +125,7 @@ def test_a_start_that_is_held(peer_build, top):
     options = "--join", "--ranks", 2, "--samples", 64, "--epochs", 1, "--window", 120, "--start", "manual", "--stay"
     with Stack(peer_build("0.8"), *options, revision="0.8") as stack:
         with eager(stack, "0.8", "--devices", "0,1") as one:
-            held = "staging: 2 of at least 2 ranks on 1 host(s), start manual, not given yet; at the last change window "
+            held = "staging: 2 of at least 2 ranks on 1 host(s), start manual, not given yet; at the last change "
             hear(one, held)
             assert top(stack, "--once")[1].startswith(held)
             with urlopen("http://{}:{}/start".format(*stack.controller), data=b"") as answer:
