@@ -1641,8 +1641,18 @@ cdef class FrameCodec:
         """
         cdef Input source = Input(buffer)
         cdef const uint8_t* p = source.data
-        cdef Py_ssize_t size = self.measure_mux(p, source.n)
-        cdef ff_mac_stream stream
+        kind = self.enter_record(source, is_strict(trailing), NULL)
+        return kind, ff_load32(p + 9), PyBytes_FromStringAndSize(<const char*>source.data, source.n)
+
+    cdef object enter_record(self, Input source, bint strict, uint8_t* inner):
+        """The MuxKind of the mux record that a buffer starts with, its MAC checked; what is left is its payload.
+
+        In the same pass ``inner``, unless it is NULL, becomes the tag of all but the payload's last 8 bytes, which are
+        that tag where the payload is a round frame.
+        """
+        cdef const uint8_t* p = source.data
+        cdef Py_ssize_t size = self.measure_mux(p, source.n), taken = 0
+        cdef ff_mac_stream stream, frame
         cdef uint8_t expected[8]
         if size == 0:
             raise TruncatedError(f"a mux record's header takes {MUX_HEADER} bytes, got {source.n}")
@@ -1651,7 +1661,12 @@ cdef class FrameCodec:
         with nogil:
             ff_mac_begin(&stream, &self.secret)
             ff_mac_update(&stream, p, 17)
-            ff_mac_update(&stream, p + MUX_HEADER, size - MUX_HEADER)
+            if inner is not NULL:
+                taken = max(0, size - MUX_HEADER - 8)
+                ff_mac_begin(&frame, &self.secret)
+                ff_mac_update_pair(&frame, &stream, p + MUX_HEADER, taken)
+                ff_mac_end(&frame, &self.secret, inner)
+            ff_mac_update(&stream, p + MUX_HEADER + taken, size - MUX_HEADER - taken)
             ff_mac_end(&stream, &self.secret, expected)
         if not ff_mac_equal(expected, p + 17):
             raise AuthenticationError("the MAC of a mux record does not hold: another salt, or changed bytes")
@@ -1659,9 +1674,11 @@ cdef class FrameCodec:
             kind = MuxKind(p[8])
         except ValueError:
             raise UnknownKindError(f"mux record kind {p[8]}, known are 1 to {len(MuxKind)}") from None
-        if is_strict(trailing) and source.n > size:
+        if strict and source.n > size:
             raise TrailingDataError(f"{source.n - size} extra bytes after a mux record of {size}")
-        return kind, ff_load32(p + 9), PyBytes_FromStringAndSize(<const char*>p + MUX_HEADER, size - MUX_HEADER)
+        source.data += MUX_HEADER
+        source.n = size - MUX_HEADER
+        return kind
 
 
 cdef object bad_mac(uint32_t kind):

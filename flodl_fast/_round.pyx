@@ -397,7 +397,7 @@ cdef class TensorLayout:
         Raises:
             DecodeError: as ``Codec.decode_round``.
         """
-        cdef Input source = Input(buffer)
+        cdef Framed source = Framed(buffer)
         cdef TensorLayout layout = read_layout(codec, source, is_strict(trailing))
         cdef Py_ssize_t i
         cdef uint8_t* p
@@ -573,13 +573,14 @@ cdef class TensorLayout:
             PyMem_Free(pieces)
         return buffers
 
-    def decode_into(self, FrameCodec codec not None, buffer, arrays, *, trailing="ignore"):
+    def decode_into(self, FrameCodec codec not None, buffer, arrays, *, record=None, trailing="ignore"):
         """Decode a frame of this layout into these arrays; on any error they are as they were.
 
         Args:
             codec: the Codec.
             buffer: any contiguous buffer that starts with the frame.
             arrays: writable arrays of the layout's dtypes and shapes; float32 where it has bfloat16 takes that widened.
+            record: as ``Codec.decode_round``.
             trailing: as ``Codec.decode``.
 
         Tensors that the frame elides become zeros.
@@ -591,9 +592,10 @@ cdef class TensorLayout:
             DecodeError: as ``Codec.decode_round``; TensorError where the frame or the arrays have another layout.
             TypeError, ValueError: an array of another dtype, or one that is read-only.
         """
-        cdef Input source = Input(buffer)
+        cdef Framed source = Framed(buffer)
         cdef tuple targets = arrays_of(arrays)
         cdef TensorLayout found = self
+        source.enter(codec, record, is_strict(trailing))
         if self.fits(codec, source):
             check_round_mac(codec, source, self.size, is_strict(trailing))
         else:
@@ -1174,15 +1176,37 @@ cdef int compose(FrameCodec codec, TensorLayout layout, tuple arrays, Piece* pie
 # ----------------------------------------------------------------------------------------------------------- decode
 
 
-cdef int check_round_mac(FrameCodec codec, Input source, Py_ssize_t size, bint strict) except -1:
-    if not codec.holds(source.data, size - TAG, source.data + size - TAG):
+cdef class Framed(Input):
+    """A buffer that starts with a round frame, or with a mux record around one."""
+
+    cdef uint8_t tag[TAG]
+    cdef Py_ssize_t tagged              # how large the frame is whose tag that is; 0 without one
+
+    cdef int enter(self, FrameCodec codec, record, bint strict) except -1:
+        """Check the record around the frame, of this kind, and go on with its payload; None where there is none.
+
+        A record holds its frame and nothing else, as a rule: the frame's tag is computed in the same pass.
+        """
+        if record is None:
+            return 0
+        expected = MuxKind(record)
+        kind = codec.enter_record(self, strict, self.tag)
+        if kind is not expected:
+            raise UnknownKindError(f"a {kind.name} record where a {expected.name} one was expected")
+        self.tagged = self.n
+        return 0
+
+
+cdef int check_round_mac(FrameCodec codec, Framed source, Py_ssize_t size, bint strict) except -1:
+    cdef const uint8_t* tag = source.data + size - TAG
+    if not (ff_mac_equal(source.tag, tag) if size == source.tagged else codec.holds(source.data, size - TAG, tag)):
         raise AuthenticationError("the MAC of a round frame does not hold: another salt, or changed bytes")
     if strict and source.n > size:
         raise TrailingDataError(f"{source.n - size} extra bytes after a round frame of {size}")
     return 0
 
 
-cdef TensorLayout read_layout(FrameCodec codec, Input source, bint strict):
+cdef TensorLayout read_layout(FrameCodec codec, Framed source, bint strict):
     """The layout of an authentic frame whose every tensor is one that this revision has."""
     cdef TensorLayout layout = TensorLayout()
     cdef Walk w = Walk(0, 0, 0, 0)
@@ -1278,18 +1302,21 @@ cdef int spread(const Tensor* t, const uint8_t* data, array, bint converts) exce
     return 0
 
 
-def decode_round(FrameCodec codec not None, buffer, bint copy, out, bint keep, bint finite, trailing):
+def decode_round(FrameCodec codec not None, buffer, bint copy, out, bint keep, bint finite, record, trailing):
     """(tensors, kind, weight) of the round frame at the start of a buffer; ``Codec.decode_round`` says the rest."""
     # What keeps the buffer alive is what was read: one that exports itself anew each time may give other memory then.
     cdef object owner = None if copy else PyMemoryView_FromObject(buffer)
-    cdef Input source = Input(buffer if copy else owner)
+    cdef Framed source = Framed(buffer if copy else owner)
     cdef list given = None if out is None else list(out)
     cdef tuple targets = None if out is None else arrays_of(given)
-    cdef TensorLayout layout = read_layout(codec, source, is_strict(trailing))
-    cdef const uint8_t* p = source.data
+    cdef TensorLayout layout
+    cdef const uint8_t* p
     cdef const uint8_t* data
     cdef Py_ssize_t i, bad
-    cdef list tensors
+    cdef bint strict = is_strict(trailing)
+    source.enter(codec, record, strict)
+    layout = read_layout(codec, source, strict)
+    p = source.data
     if finite:
         for i in range(layout.count):
             data = p + layout.tensors[i].data
