@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ CODEC = ff.Codec(SALT)
 SPOKEN = pytest.mark.parametrize(
     ("revision", "wire"), [("0.6", None), ("0.7", None), ("0.7", "bf16"), ("0.8", None), ("0.8", "bf16")]
 )
-WAIT = 20.0  # seconds after which a test that waits has failed
+WAIT = 120.0  # seconds after which a test that waits has failed; a busy machine takes its time
 
 
 class Running:
@@ -116,7 +116,10 @@ class Coordinator:
 
 
 class Stack:
-    """`peer stack`: the crate's controller, coordinator and relays, in one process."""
+    """`peer stack`: the crate's controller, coordinator and relays, in one process.
+
+    Ranks that say nothing live on, also those without a control channel, unless ``options`` say how long.
+    """
 
     def __init__(
         self,
@@ -124,10 +127,12 @@ class Stack:
         *options: Any,
         revision: str = "0.6",
         env: dict[str, str] | None = None,
-        max_secs: int = 60,
+        max_secs: int = 600,
     ) -> None:
         self.codec = ff.Codec(SALT, revision)
-        command = [str(binary), "stack", "--salt", SALT.hex(), "--max-secs", str(max_secs), *map(str, options)]
+        # Of an option that comes twice the peer takes the first.
+        given = [*map(str, options), "--max-secs", str(max_secs), "--heartbeat-timeout", str(max_secs)]
+        command = [str(binary), "stack", "--salt", SALT.hex(), *given]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
         )
@@ -164,6 +169,24 @@ class Stack:
         self._lines.join()
         self.process.stdout.close()
         self.process.wait()
+
+
+def settle(worker: Worker, heard: Iterable[ff.ControlMsg]) -> None:
+    """Serve until the coordinator has taken all that this rank has told it: before a plan's report, all its batches.
+
+    The crate's takes reports and batches from two queues. Where it sees the last reports of a run before any batch of
+    theirs, it ends the run without the average that these still need. An evaluation stands in one queue with the
+    batches, and is told on to all at once.
+
+    Args:
+        worker: the rank's.
+        heard: what its ``on_message`` hears.
+    """
+    echo = ff.EvalBroadcast(worker.steps, float(worker.rank))
+    worker._send(ff.EvalResult(worker.rank, 0, echo.epoch, echo.metric, 0.0))
+    while worker.ended is None and echo not in heard:
+        worker.serve()
+        time.sleep(0.001)
 
 
 class Relay:

@@ -52,8 +52,8 @@ def test_three_ranks_of_ours(stack, direct, revision):  # noqa: F811
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "relay"])
 def test_many_averages_an_epoch(stack, direct):  # noqa: F811
     with stack("--hosts", "0,1,2", "--samples", 400, "--batch", 4, "--epochs", 3) as running:
-        ranks = [start(running.options(rank, direct), batch=4, pause=0.001) for rank in range(3)]
-        ranks = [rank.result(40) for rank in ranks]
+        ranks = [start(running.options(rank, direct), batch=4, pause=0.001, settled=True) for rank in range(3)]
+        ranks = [rank.result() for rank in ranks]
         *epochs, done = running.lines()
     assert (done["global_step"], done["last_epoch"], done["dead"]) == (3 * 99, 2, 0)
     assert done["avg_count"] >= 6

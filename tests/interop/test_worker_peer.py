@@ -15,7 +15,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from conftest import SALT
-from worker_support import SPOKEN, WAIT, Relay, Running, Stack, named, peer_rank, rounded, until
+from worker_support import SPOKEN, WAIT, Relay, Running, Stack, named, peer_rank, rounded, settle, until
 
 import flodl_fast as ff
 from flodl_fast import worker as module
@@ -77,6 +77,7 @@ class Rank:
         self.picks = defaultdict(list)
         self.scores = defaultdict(list)
         self.metrics = {}
+        self.evaluations = []
         self.worker = None
         self._options = {**stack.options(rank, direct), "buffers": buffers, "on_message": self.hear, **options}
         self.run = Running(self.train)
@@ -84,6 +85,8 @@ class Rank:
     def hear(self, message):
         if isinstance(message, ff.EpochAggregated):
             self.metrics[message.metrics.epoch] = message.metrics
+        elif isinstance(message, ff.EvalBroadcast):
+            self.evaluations.append(message)
 
     def train(self):
         with Worker(named(self.params), **self._options) as worker:
@@ -92,11 +95,9 @@ class Rank:
                 for picks in plan.batches(BATCH):
                     self.batch(plan, picks)
                     worker.step(1.0 / (worker.steps + 1), lr=0.1)
+                settle(worker, self.evaluations)
 
     def batch(self, plan, picks):
-        # Batches of microseconds outrun the crate's coordinator, which takes times and metrics from two queues: once in
-        # some dozens of runs it then leaves the last plan of an epoch undealt.
-        time.sleep(0.002)
         self.params[0] *= f32(0.97)
         self.params[0] += f32(picks[0] % 11)
         self.params[1] -= f32(0.01) * f32(picks[-1])
