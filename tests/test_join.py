@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -11,7 +12,9 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,7 +290,7 @@ def test_an_exit_is_reported_though_the_output_stays_open(window, monkeypatch):
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["obeys", "has to be killed"])
 def test_abort(window, capfd, monkeypatch, tmp_path, deaf):
-    monkeypatch.setattr(join, "TERMINATE_GRACE", 0.5)
+    monkeypatch.setattr(join, "TERMINATE_GRACE", 0.5 if deaf else WAIT)
 
     def script() -> dict[int, int]:
         channel, _ = window.form()
@@ -490,8 +493,10 @@ def test_nobody_there(capfd, monkeypatch):
 
 
 def test_a_world_that_does_not_form_and_what_is_shown_meanwhile(window, capfd, monkeypatch):
-    monkeypatch.setattr(protocol, "FORMATION_MARGIN", 0.4)
+    clock = SimpleNamespace(ahead=0.0, monotonic=lambda: time.monotonic() + clock.ahead)
+    monkeypatch.setattr(join, "time", clock)
     monkeypatch.setattr(join, "STATUS_EVERY", 0.05)
+    monkeypatch.setattr(join, "SAY_EVERY", math.inf)
     state = {"phase": "waiting", "joined_ranks": 1, "joined_hosts": 1, "min_rank_start": 2, "target_ranks": 3}
     ok = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
     window.pages = [
@@ -507,8 +512,9 @@ def test_a_world_that_does_not_form_and_what_is_shown_meanwhile(window, capfd, m
     def script() -> list[bytes]:
         channel, _ = window.admit()
         with channel:
-            channel.send(ff.JoinAccept([0], SALT.hex(), 0))
+            channel.send(ff.JoinAccept([0], SALT.hex(), 600))
             asked = [window.serve_page() for _ in range(7)]
+            clock.ahead = 600 + protocol.FORMATION_MARGIN
             with pytest.raises(ff.ChannelClosed):
                 channel.recv(WAIT)
             return asked

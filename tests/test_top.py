@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -97,9 +98,10 @@ def test_objects_for_programs(run):
 
 
 def test_nobody_there(run):
-    with controller(WAITING) as address:
-        pass
-    code, out, err = run(address, "--once")
+    with socket.socket() as held:  # A port that nobody listens at, nor can begin to.
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        code, out, err = run(address, "--once")
     assert (code, out) == (1, "")
     assert err.startswith(f"flodl-fast top: error: no status at {address}: ")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import socket
@@ -19,7 +20,9 @@ import pytest
 from conftest import SALT
 
 import flodl_fast as ff
+from flodl_fast.capture import Direction
 from flodl_fast.channel import ControlChannel, DataChannel, accept
+from flodl_fast.demo import Tap
 from flodl_fast.worker import Worker
 
 CODEC = ff.Codec(SALT)
@@ -189,6 +192,28 @@ def settle(worker: Worker, heard: Iterable[ff.ControlMsg]) -> None:
         time.sleep(0.001)
 
 
+class SettlingTap(Tap):
+    """The demonstration's tap, which settles the ranks behind it: for ranks that cannot do so by ``settle``."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._numbers = itertools.count(-1, -1)  # none of a rank that settles by itself
+        self._settled: dict[float, threading.Event] = {}
+
+    def _pass(self, data: bytes, sink: socket.socket, leg: str, direction: Direction, prefix: bytes = b"") -> None:
+        match self._codec.decode(data) if prefix and leg.endswith("control") else None:
+            case ff.MetricsMsg(rank):
+                number = float(next(self._numbers))
+                self._settled[number] = threading.Event()
+                ask = self._codec.encode(ff.EvalResult(rank, 0, 0, number, 0.0))
+                sink.sendall(len(ask).to_bytes(4, "little") + ask)
+                self._settled[number].wait(WAIT)
+            case ff.EvalBroadcast(_, number) if number in self._settled:
+                self._settled[number].set()
+                return  # no rank has asked
+        super()._pass(data, sink, leg, direction, prefix)
+
+
 class Relay:
     """A relay that forwards bytes between ranks and another address, to be killed alone."""
 
@@ -242,13 +267,23 @@ def rounded(array: np.ndarray, wire: str | None) -> np.ndarray:
     return array if wire is None else array.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
-def peer_rank(binary: Path, stack: Any, rank: int, size: int, wire: str | None, *options: str) -> subprocess.Popen[str]:
+@contextmanager
+def settling(stack: Any) -> Iterator[tuple[str, int]]:
+    """A ``SettlingTap`` before the relays of a stack; its address."""
+    with SettlingTap(stack.codec) as tap:
+        tap.routes = stack.relays
+        yield tap.address
+
+
+def peer_rank(
+    binary: Path, stack: Any, relay: tuple[str, int], rank: int, size: int, wire: str | None, *options: str
+) -> subprocess.Popen[str]:
     """`peer rank`: a rank of the crate's own making, whose model is an array of this size; from 0.8 on it is layer0."""
-    ports = {name: str(stack.relays[name, rank][1]) for name in ("data", "control")}
+    port = str(relay[1])
     model = np.empty(size, np.float32)
     command = [
         str(binary), "rank", "--salt", SALT.hex(), "--rank", str(rank), "--world", str(stack.world),
-        "--data", ports["data"], "--control", ports["control"], "--params", str(size),
+        "--data", port, "--control", port, "--params", str(size),
         "--model-sig", ff.model_sig(named([model])).hex(), *(["--bf16"] if wire else []), *options,
     ]  # fmt: skip
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -15,7 +15,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from conftest import SALT
-from worker_support import SPOKEN, WAIT, Relay, Running, Stack, named, peer_rank, rounded, settle, until
+from worker_support import SPOKEN, WAIT, Relay, Running, Stack, named, peer_rank, rounded, settle, settling, until
 
 import flodl_fast as ff
 from flodl_fast import worker as module
@@ -199,26 +199,29 @@ def test_a_mixed_world(peer_build, policy, revision, wire):
     with Stack(
         peer_build(revision), "--hosts", "0,1;2,3;4", "--policy", policy, "--epochs", 3, "--samples", SAMPLES,
         "--batch", BATCH, revision=revision,
-    ) as stack:
+    ) as stack, settling(stack) as relay:
         theirs = [
-            peer_rank(peer_build(revision), stack, rank, shape, wire, "--form", "--batch", str(BATCH))
+            peer_rank(peer_build(revision), stack, relay, rank, shape, wire, "--form", "--batch", str(BATCH))
             for rank in (0, 2)
         ]
 
         def train(rank, direct):
             params = [np.full(shape, rank, f32)]
             begun = None
-            with Worker(named(params), bf16_wire=wire == "bf16", **stack.options(rank, direct)) as worker:
+            heard = []
+            options = {"bf16_wire": wire == "bf16", "on_message": heard.append, **stack.options(rank, direct)}
+            with Worker(named(params), **options) as worker:
                 begun = params[0].tolist()
                 for plan in worker.plans():
                     for _ in plan.batches(BATCH):
                         params[0] += f32(0.5)
                         worker.step(1.0)
+                    settle(worker, heard)
             return params[0], worker.steps, begun
 
         ours = [Running(train, rank, rank == 4) for rank in (1, 3, 4)]
         ends = [run.result() for run in ours]
-        reports = [json.loads(process.communicate(timeout=20)[0]) for process in theirs]
+        reports = [json.loads(process.communicate(timeout=WAIT)[0]) for process in theirs]
         done = stack.lines()[-1]
     assert (done["done"], done["dead"], done["last_epoch"]) == (True, 0, 2)
     assert [report["ended"] for report in reports] == ["shutdown", "shutdown"]
@@ -307,8 +310,9 @@ def child(stack, rank):
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_a_rank_that_hangs_is_left_behind(peer_binary, policy):
+def test_a_rank_that_hangs_is_left_behind(peer_binary, monkeypatch, policy):
     """Once its heartbeats have been missed long enough the others go on, with its data; then it is killed."""
+    monkeypatch.setattr(module, "HEARTBEAT", 0.1)  # The others' are not to be missed.
     with Stack(
         peer_binary, "--hosts", "0,1;2", "--policy", policy, "--epochs", 2, "--samples", SAMPLES, "--batch", BATCH,
         "--heartbeat-timeout", 3,
@@ -318,7 +322,7 @@ def test_a_rank_that_hangs_is_left_behind(peer_binary, policy):
         lines = [lost.stdout.readline().split()]
         lost.send_signal(signal.SIGSTOP)
         for rank in survivors:
-            rank.run.result(40)
+            rank.run.result()
         done = stack.lines()[-1]
         lost.kill()
         trained = [line.split() for line in lost.communicate()[0].splitlines()]
