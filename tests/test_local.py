@@ -457,18 +457,27 @@ def test_the_last_rank_that_dies_ends_the_run():
 # ------------------------------------------------------------------------------------------------------------ faults
 
 
+def wait_no_longer(cluster: LocalCluster) -> None:
+    """Now that the test has come so far, half a second from the start is all that ranks have to come."""
+    cluster._coordinator._dial_in = 0.5
+
+
 def test_why_a_rank_was_refused_is_told_where_it_is_missed():
-    with LocalCluster(1, samples=3, batch=1, epochs=1, dial_in=0.5) as cluster:
+    with LocalCluster(1, samples=3, batch=1, epochs=1) as cluster:
         address = addresses(cluster, 0, direct=False)["data"]
         with pytest.raises(ff.HandshakeError):
             DataChannel.connect(address, ff.Codec(cluster.salt, "0.8"), 0, 1, deadlines=Deadlines(attempts=1))
+        until(lambda: cluster._coordinator.refusal)
+        wait_no_longer(cluster)
         with pytest.raises(ff.ChannelError, match=r"\[0\] have not come in 0.5 s; the last .* version 3 \(of 0\.8\)"):
             cluster.wait(WAIT)
 
 
 def test_ranks_that_do_not_come():
-    with LocalCluster(3, samples=3, batch=1, epochs=1, dial_in=0.5) as cluster:
+    with LocalCluster(3, samples=3, batch=1, epochs=1) as cluster:
         rank = RawRank(cluster, 1)
+        until(lambda: 1 in cluster._coordinator._ranks)
+        wait_no_longer(cluster)
         with pytest.raises(ff.ChannelError, match=r"ranks \[0, 2\] have not come in 0.5 s"):
             cluster.wait(WAIT)
         with pytest.raises(ff.ChannelError):
@@ -477,7 +486,7 @@ def test_ranks_that_do_not_come():
 
 
 def test_ranks_that_do_not_agree_on_formation():
-    with LocalCluster(2, samples=2, batch=1, epochs=1, dial_in=0.5) as cluster:
+    with LocalCluster(2, samples=2, batch=1, epochs=1) as cluster:
 
         def life(rank):
             with pytest.raises(ff.ChannelError), Worker(
@@ -486,6 +495,8 @@ def test_ranks_that_do_not_agree_on_formation():
                 list(worker.plans())
 
         ranks = [Running(life, rank) for rank in range(2)]
+        until(lambda: 0 in cluster._reducer.present() and 1 in cluster._coordinator._ranks)
+        wait_no_longer(cluster)
         error = r"ranks \[0\] still wait in the rounds of their formation after 0.5 s, ranks \[1\] do not: .*formation="
         with pytest.raises(ff.ChannelError, match=error):
             cluster.wait(WAIT)
