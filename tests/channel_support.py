@@ -6,9 +6,9 @@ import asyncio
 import inspect
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import reference as ref
@@ -147,6 +147,14 @@ def round_bytes(way: str, frame: ff.RoundFrame, record: str = "Broadcast") -> by
     """What carries a round frame, by default one from the controller."""
     body = CODEC.encode_round(frame)
     return ref.add_prefix(body) if way == "relay" else ref.encode_mux(SALT, {"record": record, "payload": body.hex()})
+
+
+@contextmanager
+def nobody_listens() -> Iterator[tuple[str, int]]:
+    """An address at which nobody listens, nor can begin to."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()
 
 
 def exactly(sock: socket.socket, size: int) -> bytes:

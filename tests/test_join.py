@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from channel_support import nobody_listens
 from conftest import SALT
 from local_support import AGENT
 from worker_support import WAIT, Running, until
@@ -486,9 +487,8 @@ def test_an_answer_that_does_not_come(window, capfd, monkeypatch):
 
 def test_nobody_there(capfd, monkeypatch):
     monkeypatch.setenv("FLODL_NET_TIMEOUT_SCALE", "0.1")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    assert join.run(parse(f"127.0.0.1:{port}", "--", "true")) == Exit.TIMED_OUT
+    with nobody_listens() as (_, port):
+        assert join.run(parse(f"127.0.0.1:{port}", "--", "true")) == Exit.TIMED_OUT
     assert f"127.0.0.1:{port} did not answer in 6 attempts" in capfd.readouterr().err
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from channel_support import nobody_listens
 
 from flodl_fast.cli import main
 from flodl_fast.status import fetch_state
@@ -98,9 +98,8 @@ def test_objects_for_programs(run):
 
 
 def test_nobody_there(run):
-    with socket.socket() as held:  # A port that nobody listens at, nor can begin to.
-        held.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{held.getsockname()[1]}"
+    with nobody_listens() as (host, port):
+        address = f"{host}:{port}"
         code, out, err = run(address, "--once")
     assert (code, out) == (1, "")
     assert err.startswith(f"flodl-fast top: error: no status at {address}: ")
