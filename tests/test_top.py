@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from channel_support import nobody_listens
 
 from flodl_fast import status
 from flodl_fast.cli import main
@@ -120,9 +121,9 @@ def test_objects_for_programs(run):
 
 
 def test_nobody_there(run):
-    with controller(WAITING) as address:
-        pass
-    code, out, err = run(address, "--once")
+    with nobody_listens() as (host, port):
+        address = f"{host}:{port}"
+        code, out, err = run(address, "--once")
     assert (code, out) == (1, "")
     assert err.startswith(f"flodl-fast top: error: no status at {address}: ")
 
