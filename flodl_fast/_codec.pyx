@@ -1178,8 +1178,9 @@ cdef class FrameCodec:
         raise TypeError("a Codec is not pickled, as it holds the salt: make one where it is needed")
 
     def __repr__(self):
+        lenient = ", lenient=True" if self.lenient else ""
         return (f"{type(self).__name__}(<salt>, revision={self.revision.value!r}, max_payload={self.max_payload}, "
-                f"max_tensors={self.max_tensors}, frame_ceiling={self.frame_ceiling})")
+                f"max_tensors={self.max_tensors}, frame_ceiling={self.frame_ceiling}{lenient})")
 
     # -- MAC
 
@@ -1463,6 +1464,7 @@ cdef class FrameCodec:
         cdef uint8_t scratch[SCRATCH]
         cdef Writer w
         cdef Py_ssize_t at, waiting = -1, i = 0, listed = len(messages) if type(messages) is list else 0
+        cdef bint writing = False           # not asking the caller's iterable, whose errors are its own
         begin(&w, scratch)
         try:
             for message in messages:
@@ -1472,7 +1474,9 @@ cdef class FrameCodec:
                     reserve(&w, 4)
                     w.p += 4
                 at = w.p - w.start
+                writing = True
                 self.write_frame(&w, message)
+                writing = False
                 if prefixed:
                     ff_store32(w.start + at - 4, <uint32_t>(w.p - w.start - at))
                 # Two tags at a time: their hashing interleaves.
@@ -1488,7 +1492,8 @@ cdef class FrameCodec:
             return finish(&w)
         except (EncodeError, TypeError) as error:
             Py_XDecRef(w.owner)
-            error.args = (f"message {i}: {error}",)
+            if writing:
+                error.args = (f"message {i}: {error}",)
             raise
         except:
             Py_XDecRef(w.owner)

@@ -697,7 +697,7 @@ class Rounds:
                 return None
             if kind is not MuxKind.CONTROL:
                 raise ChannelError(f"a {kind.name} record has no place on this data channel")
-            message: RelayMsg = self._codec.decode_payload("Relay", self._frame)
+            message = self._codec.decode_payload("Relay", self._frame)
             if self._line.served:
                 return message
             if isinstance(message, RelayDeclareDead) and message.rank in self._line.ranks:

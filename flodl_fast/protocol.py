@@ -82,8 +82,9 @@ def supported_revision(revision: Revision | str) -> Revision:
     try:
         return Revision(revision)
     except ValueError:
-        names = ", ".join(repr(r.value) for r in Revision)  # a text and not a number, as this shows
-        raise ValueError(f"flodl revision {revision!r} is not supported; supported: {names}") from None
+        names = ", ".join(repr(r.value) for r in Revision)
+        given = "" if isinstance(revision, str) else f" (a {type(revision).__name__}, not a string)"
+        raise ValueError(f"flodl revision {revision!r}{given} is not supported; supported: {names}") from None
 
 
 def lookalike(revision: Revision) -> Revision | None:

@@ -160,8 +160,8 @@ class Worker:
 
     Raises:
         TypeError: an array that is not float32, not writable, or without memory to share; or a codec that is none.
-        ValueError: no parameters, a rank that is not in the world, ``bf16_wire`` at 0.6, or at 0.8 neither names nor
-            ``model_sig``.
+        ValueError: no parameters, two tensors that share memory, a rank that is not in the world, ``bf16_wire`` at 0.6,
+            or at 0.8 neither names nor ``model_sig``.
         ChannelError, DecodeError: as the channels' ``connect`` and, for the formation, ``broadcast``.
     """
 

@@ -474,6 +474,11 @@ def test_revisions_that_are_not_spoken(wrong):
         ff.Codec(SALT, wrong)
 
 
+def test_a_revision_given_as_a_number_is_asked_for_as_a_string():
+    with pytest.raises(ValueError, match=r"0\.8 \(a float, not a string\) is not supported"):
+        ff.Codec(SALT, 0.8)
+
+
 def test_measures():
     assert CODEC.measure_frame(FRAME) == len(FRAME)
     assert CODEC.measure_frame(FRAME[:24]) == len(FRAME)
