@@ -578,7 +578,8 @@ cdef class TensorLayout:
         Args:
             codec: the Codec.
             buffer: any contiguous buffer that starts with the frame.
-            arrays: writable arrays of the layout's dtypes and shapes; float32 where it has bfloat16 takes that widened.
+            arrays: writable arrays of the layout's dtypes and shapes, none on another's memory; float32 where it has
+                bfloat16 takes that widened.
             trailing: as ``Codec.decode``.
 
         Tensors that the frame elides become zeros.
