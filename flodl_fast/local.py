@@ -222,7 +222,9 @@ class LocalCluster:
         return self._coordinator.wait(timeout)
 
     def stop(self, *, save: bool = False) -> None:
-        """End the run early: ranks leave as after its last epoch. Does not wait for them.
+        """End the run early: ranks leave as after its last epoch, and who has not come yet finds the ports closed.
+
+        Does not wait for them.
 
         Args:
             save: have them save first.
