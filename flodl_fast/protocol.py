@@ -48,7 +48,9 @@ class Revision(Enum):
     V0_7 = "0.7"
     V0_8 = "0.8"
 
-    def __lt__(self, other: Revision) -> bool:
+    def __lt__(self, other: object) -> bool:
+        if not isinstance(other, Revision):
+            return NotImplemented
         members = list(Revision)
         return members.index(self) < members.index(other)
 
