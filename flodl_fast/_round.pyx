@@ -4,7 +4,6 @@ A frame is written, or copied out of, in one pass over its tensors, the MAC in s
 C-contiguous are reached through their own memory; any other layout goes through NumPy.
 """
 
-import operator
 import os
 
 import ml_dtypes
@@ -651,7 +650,7 @@ cdef class Elided:
 
     Raises:
         ValueError: dimensions that no frame can give, or another dtype.
-        TypeError: a shape that is no sequence of integers.
+        TypeError: a shape that is no sequence of integers; a bool is none.
     """
 
     cdef readonly tuple shape
@@ -659,9 +658,9 @@ cdef class Elided:
     cdef int code
 
     def __cinit__(self, shape, dtype="f32"):
-        self.shape = tuple([operator.index(dim) for dim in shape])
-        if len(self.shape) > 255 or not all(0 <= dim <= 0xFFFFFFFF for dim in self.shape):
-            raise ValueError(f"a frame gives at most 255 dimensions from 0 to 2**32 - 1, got {self.shape}")
+        self.shape = tuple([whole_number(dim, f"dimension {i}", 0, 0xFFFFFFFF) for i, dim in enumerate(shape)])
+        if len(self.shape) > 255:
+            raise ValueError(f"a frame gives at most 255 dimensions, got {len(self.shape)}")
         if dtype not in DTYPE_CODES:
             raise ValueError(f'the dtype of an elided tensor is "f32" or "bf16", got {dtype!r}')
         self.dtype, self.code = dtype, DTYPE_CODES[dtype]

@@ -226,7 +226,7 @@ class Codec(FrameCodec):
         """
         kind, rank, payload = self.open_record(buffer, trailing=trailing)
         if kind is MuxKind.CONTROL:
-            payload = self.decode_payload("Relay", payload, trailing=trailing)
+            return MuxRecord(kind, rank, self.decode_payload("Relay", payload, trailing=trailing))
         return MuxRecord(kind, rank, payload)
 
     # -- handshakes

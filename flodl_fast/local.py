@@ -93,6 +93,7 @@ class LocalCluster:
         epochs: the number of epochs.
         salt: the session salt as ``Codec`` takes it; a new one if None.
         revision: the wire's. At 0.8 all ranks must tell the same signature of their models.
+        frame_ceiling: as ``Codec``'s; ``flodl_fast.frame_ceiling`` says what a model needs.
         host: the address to listen at. Whoever reaches it and has the salt takes part.
         port: the controller's port; the relay's two are 4 and 5 above it. 0 takes any.
         heartbeat_timeout: seconds without a Timing message after which a rank is dead; the crate's if None.
@@ -105,7 +106,7 @@ class LocalCluster:
         salt: the 16 bytes of the session salt.
 
     Raises:
-        ValueError: a number that cannot be, or a salt or revision as ``Codec``.
+        ValueError: a number that cannot be, or a salt, revision or ceiling as ``Codec``.
         OSError: from ``with``: the ports are taken.
     """
 
@@ -118,6 +119,7 @@ class LocalCluster:
         *,
         salt: bytes | str | None = None,
         revision: protocol.Revision | str = "0.6",
+        frame_ceiling: int = protocol.FRAME_CEILING,
         host: str = "127.0.0.1",
         port: int = 0,
         heartbeat_timeout: float | None = None,
@@ -139,7 +141,7 @@ class LocalCluster:
             raise ValueError(f"port must be from 0 to {_LAST_PORT}, got {port}: the relay's ports are above it")
         self.salt = secrets.token_bytes(protocol.SALT_SIZE) if salt is None else protocol.parse_salt(salt)
         self._world = world
-        self._codec = Codec(self.salt, revision)
+        self._codec = Codec(self.salt, revision, frame_ceiling=frame_ceiling)
         self._reducer = _Reducer(world, self._lost, self._failed)
         self._coordinator = _Coordinator(
             _Recipe(world, samples, batch, epochs, evaluate_every, checkpoint_every, self._codec.revision),
@@ -485,7 +487,7 @@ class _Rank:
     def __init__(self, channel: ControlChannel) -> None:
         self.channel = channel
         self.heard = time.monotonic()
-        self.plan = wire.EpochPlan(0, 0, 0)
+        self.slices: list[tuple[int, int]] = []  # (offset, size) of its plan, and of what it has inherited
         self.steps = 0  # all that it has ever taken
         self.steps_before_plan = 0
         self.steps_since_average = 0
@@ -692,9 +694,10 @@ class _Coordinator:
         if epoch > 0:
             self._call_back(epoch)
         for number, rank in self._ranks.items():
-            rank.plan, rank.reported = self._recipe.plan(epoch, number), False
+            plan = self._recipe.plan(epoch, number)
+            rank.slices, rank.reported = [(plan.partition_offset, plan.partition_size)], False
             rank.steps_before_plan = rank.steps
-            self._send(number, wire.StartEpoch(rank.plan))
+            self._send(number, wire.StartEpoch(plan))
 
     def _call_back(self, epoch: int) -> None:
         recipe, wanted = self._recipe, self._wanted
@@ -800,12 +803,15 @@ class _Coordinator:
     def _redistribute(self, left: _Rank) -> None:
         """What a rank had left of its plan goes to those that are still at theirs."""
         trained = (left.steps - left.steps_before_plan) * self._recipe.batch
-        offset, size = left.plan.partition_offset + trained, left.plan.partition_size - trained
         heirs = sorted(number for number, rank in self._ranks.items() if not rank.reported)
-        for i, number in enumerate(heirs):
-            first, count = _share(max(0, size), len(heirs), i)
-            if count:
-                self._send(number, wire.ExtendPartition(offset + first, count))
+        for offset, size in left.slices:
+            done = min(trained, size)
+            trained -= done
+            for i, number in enumerate(heirs):
+                first, count = _share(size - done, len(heirs), i)
+                if count:
+                    self._ranks[number].slices.append((offset + done + first, count))
+                    self._send(number, wire.ExtendPartition(offset + done + first, count))
 
     def _check_silence(self, now: float) -> None:
         for number, rank in list(self._ranks.items()):
@@ -869,7 +875,7 @@ def aggregate_metrics(
         weight = sum(batches[rank] for rank in ranks)
         scalars[name] = sum(means[rank][name] * batches[rank] for rank in ranks) / weight if weight else 0.0
     each: dict[str, Any] = {}
-    if not revision < protocol.Revision.V0_7:
+    if revision >= protocol.Revision.V0_7:
         each["per_rank_loss"] = [loss / n if n else None for loss, n in zip(losses, batches, strict=True)]
         each["per_rank_samples"] = samples
     spent = [share or whole for share, whole in zip(times["share_complete_ms"], times["epoch_ms"], strict=True)]

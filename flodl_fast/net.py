@@ -600,7 +600,7 @@ class Rounds:
         self._frame = memoryview(b"")
         # A reply with bytes after its frame: 0.6 ignores them, and so does whoever serves (docs/wire.md §6).
         self._trailing = "ignore" if line.served or codec.revision < Revision.V0_7 else "error"
-        self._elides = not line.served and not codec.revision < Revision.V0_8
+        self._elides = not line.served and codec.revision >= protocol.ELISION_SINCE
         self._layouts: dict[Any, TensorLayout] = {}  # rounds of parameters, buffers, counts, with data or without
         self._asked: tuple[TensorLayout, RoundKind, Sequence[Any], str | None] | None = None
 
@@ -697,7 +697,7 @@ class Rounds:
                 return None
             if kind is not MuxKind.CONTROL:
                 raise ChannelError(f"a {kind.name} record has no place on this data channel")
-            message: RelayMsg = self._codec.decode_payload("Relay", self._frame)
+            message = self._codec.decode_payload("Relay", self._frame)
             if self._line.served:
                 return message
             if isinstance(message, RelayDeclareDead) and message.rank in self._line.ranks:
@@ -729,13 +729,13 @@ class Rounds:
         targets: Sequence[Any] = out or ()
         if out is None and not view:
             targets = [np.empty(array.shape, _dtype(array)) for array in arrays]
-        if kind != asked or keep:
+        if kind != asked:
             TensorLayout.from_frame(self._codec, self._frame, trailing=self._trailing)
-            if kind != asked:
-                raise TensorError(f"a {asked.name} round was asked for, the reply is {RoundKind(kind).name}")
-        elif view:
-            targets = self._codec.decode_round(self._frame, copy=False, trailing=self._trailing).tensors
-            _check_reply(targets, arrays, wire)
+            raise TensorError(f"a {asked.name} round was asked for, the reply is {RoundKind(kind).name}")
+        if view or keep:
+            came = self._codec.decode_round(self._frame, copy=False, trailing=self._trailing).tensors
+            _check_reply(came, arrays, wire)
+            targets = came if view else targets
         else:
             layout.decode_into(self._codec, self._frame, targets, trailing=self._trailing)
         return RoundFrame(targets, asked, weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum
+from functools import total_ordering
 from typing import NamedTuple
 
 __all__ = ["MsgKind", "MuxKind", "Revision", "RoundKind"]
@@ -39,6 +40,7 @@ DTYPE_F32 = 0
 DTYPE_BF16 = 1
 
 
+@total_ordering
 class Revision(Enum):
     """A revision of the crate's wire, named after the flodl release that speaks it; they order by age."""
 
@@ -80,8 +82,9 @@ def supported_revision(revision: Revision | str) -> Revision:
     try:
         return Revision(revision)
     except ValueError:
-        names = ", ".join(r.value for r in Revision)
-        raise ValueError(f"flodl revision {revision!r} is not supported; supported: {names}") from None
+        names = ", ".join(repr(r.value) for r in Revision)
+        given = "" if isinstance(revision, str) else f" (a {type(revision).__name__}, not a string)"
+        raise ValueError(f"flodl revision {revision!r}{given} is not supported; supported: {names}") from None
 
 
 def lookalike(revision: Revision) -> Revision | None:

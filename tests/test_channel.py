@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import signal
 import socket
@@ -324,6 +325,15 @@ def test_a_message_in_pieces_survives_every_timeout(flavour, way):
                 channel.recv(timeout)
         far.sendall(data[cut:])
         assert channel.recv(WAIT) == PLAN
+
+
+@BOTH
+@pytest.mark.parametrize("wait", [math.inf, 1e12])
+def test_a_wait_may_be_as_long_as_you_like(flavour, way, wait):
+    channel, far = flavour.connect("control", way)
+    coming = running(channel.recv, wait, liveness=wait)
+    far.sendall(message_bytes(way, ff.Shutdown()))
+    assert coming.result(WAIT) == ff.Shutdown()
 
 
 @BOTH
@@ -736,6 +746,12 @@ def test_an_unrealized_reply_leaves_out_as_it_was(flavour, way):
     controller.result(WAIT)
     assert not frame.realized
     assert equal(mine, arrays((2, 3)))
+    # What does not match is refused whatever its weight.
+    other = round_bytes(way, ff.RoundFrame(arrays((3, 2)), MODEL, 0.0))
+    controller = served(far, way, mine, weight=0.0, reply=other)
+    with pytest.raises(ff.TensorError, match=r"tensor 0: .*\(3, 2\).*\(2, 3\)"):
+        channel.all_reduce(mine, MODEL, 0.0, out=mine)
+    controller.result(WAIT)
     # Nothing is believed without its MAC, a weight of 0 neither.
     forged = bytearray(reply)
     forged[-1] ^= 1

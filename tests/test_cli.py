@@ -131,6 +131,16 @@ QUESTIONS = [
 ]
 
 
+@pytest.mark.parametrize(("mode", "line", "error"), [
+    ("encode", {}, "a line has salt, kind, msg; this one lacks salt, kind, msg"),
+    ("encode", {"salt": SALT_HEX, "kind": "Control"}, "a line has salt, kind, msg; this one lacks msg"),
+    ("decode", {"salt": SALT_HEX}, "a line has salt, frame; this one lacks frame"),
+    ("decode", {"salt": SALT_HEX, "frame": None}, "frame must be text, got NoneType"),
+])
+def test_a_line_that_lacks_something_is_told_what(ask, mode, line, error):
+    assert ask(mode, [line]) == [{"error": error}]
+
+
 def test_encode_answers_as_the_crate_does(ask, peer):
     theirs, ours = peer("encode").ask_many(QUESTIONS), ask("encode", QUESTIONS)
     assert [outcome(answer) for answer in ours] == [outcome(answer) for answer in theirs]

@@ -3,6 +3,8 @@
 A block that begins with a comment of a file's name is that file. It is run where no other block of its page names it: a
 rank, known by ``Worker.from_env``, in threes under a LocalCluster, anything else by itself. The other blocks of a page
 run in order and share their names. The README's files are there for all pages.
+
+``python tests/test_docs.py FOLDER`` writes them all as modules, for type checkers.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +98,21 @@ def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
         learnt = [[float(n) for n in row.split()] for row in re.findall(r"\[(.*?)\]", said["local.py"], re.DOTALL)]
         assert len(learnt) == 3
         assert all(abs(weight - (i + 1)) < 0.05 for row in learnt for i, weight in enumerate(row))
+
+
+def write_modules(folder: Path) -> None:
+    """Each file of a page, and its other blocks together, as a module named after the page."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for page in PAGES:
+        name = "_".join(page.relative_to(ROOT).with_suffix("").parts).lower()
+        blocks = blocks_of(page)
+        modules = {f"{name}_{file}": block for block in blocks if (file := file_of(block))}
+        if rest := [block for block in blocks if not file_of(block)]:
+            modules[f"{name}.py"] = "\n\n".join(rest)
+        for module, text in modules.items():
+            (folder / module).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_modules(Path(sys.argv[1]))

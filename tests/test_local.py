@@ -415,6 +415,21 @@ def test_a_silent_rank_is_dead_and_its_work_goes_to_the_others():
     assert ranks[0].params[0].tobytes() == ranks[1].params[0].tobytes()
 
 
+def test_what_a_dead_rank_has_inherited_is_inherited_again():
+    with LocalCluster(3, samples=60, batch=2, epochs=1) as cluster:
+        ranks = [RawRank(cluster, rank) for rank in range(3)]
+        plans = [rank.recv(ff.SetEpochCallbackRole).plan for rank in ranks]
+        assert plans == [ff.EpochPlan(0, 0, 20), ff.EpochPlan(0, 20, 20), ff.EpochPlan(0, 40, 20)]
+        ranks[2].step(6)  # 12 of its samples
+        ranks[2].control.close()
+        assert [rank.recv() for rank in ranks[:2]] == [ff.ExtendPartition(52, 4), ff.ExtendPartition(56, 4)]
+        ranks[1].step(11)  # all of its own 20, and 2 of those
+        ranks[1].control.close()
+        assert ranks[0].recv() == ff.ExtendPartition(58, 2)
+        for rank in ranks:
+            rank.close()
+
+
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "relay"])
 @pytest.mark.parametrize("what", ["data", "control"])
 def test_a_rank_whose_connection_ends_is_dead_at_once(what, direct):
@@ -512,6 +527,20 @@ def test_tensors_that_do_not_match():
                 running.result()
         for rank in ranks:
             rank.close()
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "relay"])
+def test_the_ceiling_of_a_frame_can_be_set(direct):
+    tensors = [np.ones(1000, f32)]
+    size = ff.TensorLayout.of(tensors).frame_size
+    with LocalCluster(1, samples=1, batch=1, epochs=1, frame_ceiling=size) as cluster:
+        rank = RawRank(cluster, 0, direct)
+        assert rank.data.all_reduce(tensors, ff.RoundKind.MODEL, 1.0).tensors[0].tolist() == [1.0] * 1000
+        with pytest.raises(ff.ChannelError):
+            rank.data.all_reduce([np.ones(1001, f32)], ff.RoundKind.MODEL, 1.0)
+        with pytest.raises(ff.ChannelError, match=rf"{size + 4} bytes is above the limit of {size} \(frame_ceiling\)"):
+            cluster.wait(WAIT)
+        rank.close()
 
 
 def test_strangers_are_refused_and_nobody_minds(caplog):

@@ -140,8 +140,8 @@ def test_messages_cross_in_both_directions(flavour, peer_build, ways, revision):
             channel.send(ff.SnapshotReady(rank))
             rounds.append((data[rank].gather, 1))
         assert [count.tolist() for count in together(rounds)] == [[1.0] * WORLD] * WORLD
-        # An epoch's report overtakes its batches in the coordinator, so it waits for the average; else the epoch, and with
-        # it the run, may end before one is asked for.
+        # An epoch's report overtakes its batches in the coordinator, so it waits for the average; else the epoch, and
+        # with it the run, may end before one is asked for.
         metrics = {}
         for rank, channel in enumerate(control):
             channel.send(ff.SyncAck(rank, 0, 0.01, 1.0, 1.0))
