@@ -21,7 +21,6 @@ __all__ = [
     "fold_kernel",
     "is_divided",
     "kind_of",
-    "sum_tensors",
 ]
 
 @disjoint_base
@@ -146,5 +145,4 @@ def decode_round(
     trailing: str,
 ) -> tuple[list[Any], RoundKind, float]: ...
 def first_nonfinite(tensor: np.ndarray | Elided) -> tuple[int, float] | None: ...
-def sum_tensors(frames: Sequence[Iterable[Any]], ranks: Sequence[Any], scale: float | None) -> list[Any]: ...
 def fold_kernel() -> tuple[str, list[str]]: ...

@@ -23,7 +23,6 @@ __all__ = [
     "fold_kernel",
     "is_divided",
     "kind_of",
-    "sum_tensors",
 ]
 
 cimport cython
@@ -579,7 +578,8 @@ cdef class TensorLayout:
         Args:
             codec: the Codec.
             buffer: any contiguous buffer that starts with the frame.
-            arrays: writable arrays of the layout's dtypes and shapes; float32 where it has bfloat16 takes that widened.
+            arrays: writable arrays of the layout's dtypes and shapes, none on another's memory; float32 where it has
+                bfloat16 takes that widened.
             record: as ``Codec.decode_round``.
             trailing: as ``Codec.decode``.
 
@@ -1394,23 +1394,19 @@ cdef object too_much(Py_ssize_t i, const uint8_t* head, error):
 # ------------------------------------------------------------------------------------------------------------- fold
 
 
-def sum_tensors(frames, ranks, scale):
+cdef list sum_rows(list rows, ranks, scale):
     """The element-wise sum of several frames' tensors, in float32, from +0.0 on, frame by frame.
 
     Sums of bfloat16 are rounded to it, and once more where they are scaled. A tensor that all frames elide stays so.
 
     Args:
-        frames: a list of lists of tensors that agree in count, dtypes and shapes.
+        rows: for each frame its tensors, which must agree in count, dtypes and shapes.
         ranks: what to call each frame in an error.
         scale: a factor for each sum, rounded to float32 first; None for none.
 
     Raises:
         TensorError: the frames do not match; the message names frame, tensor and what differs.
     """
-    return sum_rows([arrays_of(tensors, True) for tensors in frames], ranks, scale)
-
-
-cdef list sum_rows(list rows, ranks, scale):
     cdef Py_ssize_t i, j, k, count = len(rows[0])
     cdef const uint8_t** inputs
     cdef cnp.ndarray array
@@ -1508,7 +1504,7 @@ cdef inline void add_values(float* sums, const uint8_t* values, size_t n, bint h
 
 @cython.auto_pickle(False)
 cdef class TensorSums:
-    """The sums of frames' tensors that come one frame after the other; the same bits as ``sum_tensors`` gives.
+    """The sums of frames' tensors that come one frame after the other; the same bits as ``fold_frames`` gives.
 
     Args:
         tensors: those of the first frame.
@@ -1527,7 +1523,7 @@ cdef class TensorSums:
         """Add the tensors of one more frame; nothing is added where they do not match.
 
         Raises:
-            TensorError: as ``sum_tensors``; the names are what to call this frame and the first.
+            TensorError: as ``fold_frames``; the names are what to call this frame and the first.
         """
         cdef tuple arrays = arrays_of(tensors, True)
         check_match(arrays, name, tuple(self.totals), first_name, self.codes)
@@ -1564,7 +1560,7 @@ cdef class TensorSums:
         return 0
 
     def result(self, scale):
-        """The sums as ``sum_tensors`` gives them; nothing may be added after that."""
+        """The sums as ``fold_frames`` gives them; nothing may be added after that."""
         cdef cnp.ndarray total, narrow
         cdef uint8_t* to
         cdef size_t n
@@ -1648,7 +1644,7 @@ def fold_frames(cls, list frames, ranks, bint finite, bint divide):
         divide: multiply the sums of a MODEL frame by ``float32(1 / weight)``.
 
     Raises:
-        As ``check_frame`` and ``sum_tensors``.
+        As ``check_frame``; TensorError also where the frames' tensors do not match, with frame, tensor and what differs.
     """
     cdef double weight = -0.0   # from there on, for weights that are all -0.0 sum to -0.0 in the crate, unlike tensors
     cdef list rows = []

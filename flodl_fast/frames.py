@@ -163,8 +163,8 @@ class Codec(FrameCodec):
             copy: True gives new, aligned, writable arrays, of float32 or ``ml_dtypes.bfloat16``. False gives read-only
                 views that keep the buffer alive and, a bytearray, from being resized; wire data is rarely aligned,
                 ``flags.aligned`` tells.
-            out: writable arrays of the frame's dtypes and shapes to decode into, which become the frame's tensors; a
-                float32 array takes a bfloat16 tensor widened. On any error they are as they were.
+            out: writable arrays of the frame's dtypes and shapes to decode into, none on another's memory, which become
+                the frame's tensors; a float32 array takes a bfloat16 tensor widened. On an error they are as they were.
             elided: what becomes of tensors that came without data (0.8 on): "zeros", or "keep" for an Elided.
             finite: refuse a NaN or an infinity.
             record: a MuxKind, HOST_FRAME or BROADCAST, where the buffer starts with such a mux record and the frame is

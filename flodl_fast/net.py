@@ -583,9 +583,13 @@ class Rounds:
 
     A frame starts at byte MUX_HEADER of its scratch, right behind its length prefix or its record's header. From a
     rank's end frames go and come in turn and share one scratch.
+
+    Attributes:
+        begun: whether the first byte has come of the frame that ``receive`` waits for.
     """
 
     def __init__(self, codec: Codec, line: Line) -> None:
+        self.begun = False
         self._codec = codec
         self._line = line
         self._mux = line.host is not None
@@ -679,8 +683,10 @@ class Rounds:
         """
         head = MUX_HEADER if self._mux else LENGTH_PREFIX
         while True:
+            self.begun = False
             view = self._in.view(MUX_HEADER)[MUX_HEADER - head :]
             yield Fill(view[:1], wait, poll=poll)
+            self.begun = True
             yield Fill(view[1:], rest, at=1)
             end = MUX_HEADER + self._measure(view)
             got = MUX_HEADER

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from channel_support import nobody_listens
 
 from flodl_fast import status
 from flodl_fast.cli import main
@@ -120,9 +121,9 @@ def test_objects_for_programs(run):
 
 
 def test_nobody_there(run):
-    with controller(WAITING) as address:
-        pass
-    code, out, err = run(address, "--once")
+    with nobody_listens() as (host, port):
+        address = f"{host}:{port}"
+        code, out, err = run(address, "--once")
     assert (code, out) == (1, "")
     assert err.startswith(f"flodl-fast top: error: no status at {address}: ")
 
@@ -154,12 +155,24 @@ def test_a_controller_that_goes(run):
 def test_drawn_by_rich(run, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     with controller(WAITING, {**TRAINING, "phase": "done"}) as address:
         code, out, _ = run(address, "--interval", "0.01")
     assert code == 0
     assert "waiting: 2 of at least 3 ranks" in out
     assert "done: 3 of at least 3 ranks" in out
     assert "RTX \x1b" not in out
+
+
+def test_a_terminal_that_cannot_draw_gets_plain_text(run, monkeypatch):
+    pages = WAITING, {**TRAINING, "phase": "done"}
+    with controller(*pages) as address:
+        plain = run(address, "--interval", "0.01")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    with controller(*pages) as address:
+        assert run(address, "--interval", "0.01") == plain
+    assert plain[1].startswith("waiting: 2 of at least 3 ranks")
 
 
 @pytest.mark.parametrize(
