@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def build(cargo: Path, version: str = "0.6.0") -> Path:
     """
     import fcntl  # Not on Windows, where this module is still imported.
 
-    with BUILD.open() as lock:  # Two test runs must not build in the same folder at once.
+    # Two test runs, of two checkouts even, must not build in the same folder at once.
+    with open(Path(tempfile.gettempdir(), f"flodl_peer_{os.getuid()}.lock"), "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         env = {**os.environ, "PATH": f"{cargo.parent}{os.pathsep}{os.environ['PATH']}"}
         output = subprocess.check_output(["bash", BUILD, version], text=True, env=env)

@@ -367,6 +367,18 @@ def test_the_demonstration_reaches_its_target_and_leaves_a_capture(tmp_path, mon
     assert sum(entry["size"] for entry in entries) == table.bytes - 4 * (table.messages - 12)
 
 
+def test_epochs_that_are_told_at_once(capsys):
+    """The second with no message since the first, as where a controller is read late."""
+    tap = demo.Tap(CODEC)
+    row = demo._table(RECIPE, tap)
+    tap.server_close()
+    for epoch in range(2):
+        row(epoch, 0.5, 0.25)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        [f"{epoch}/3", "0.5000", "25.0%", "0", "0", "0.0%"] for epoch in (1, 2)
+    ]
+
+
 def test_a_missed_target_is_exit_code_1(noise, capsys):
     arguments = ["--epochs", "1", "--target", "1.01", "--capture", "a file.cap", "--salt", f" {SALT.hex()} "]
     assert demo.run(options(*arguments)) == 1

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -395,8 +396,9 @@ def finished(cluster: LocalCluster, ranks: list[Running]) -> tuple[LocalResult, 
     return result, [rank.result() for rank in ranks]
 
 
-def test_a_silent_rank_is_dead_and_its_work_goes_to_the_others():
-    with LocalCluster(3, samples=60, batch=2, epochs=2, heartbeat_timeout=1.5) as cluster:
+def test_a_silent_rank_is_dead_and_its_work_goes_to_the_others(monkeypatch):
+    monkeypatch.setattr("flodl_fast.worker.HEARTBEAT", 0.1)  # The others' are not to be missed.
+    with LocalCluster(3, samples=60, batch=2, epochs=2, heartbeat_timeout=2.5) as cluster:
         silent = RawRank(cluster, 2)
         ranks = [start(addresses(cluster, rank), batch=2, pause=0.05) for rank in range(2)]
         assert silent.recv() == ff.SetEpochCallbackRole(0)
@@ -407,7 +409,7 @@ def test_a_silent_rank_is_dead_and_its_work_goes_to_the_others():
         with pytest.raises(ff.ChannelError, match="declared rank 2 dead"):
             silent.data.all_reduce([np.zeros(3, f32)], ff.RoundKind.CONTROL, 0.0)
         silent.close()
-    assert result.dead == {2: "no sign of life for 1.5 s"}
+    assert result.dead == {2: "no sign of life for 2.5 s"}
     assert [len(metrics.per_rank[2]) for metrics in result.epochs] == [0, 0]
     # Both stood still in the first average for want of rank 2, within their plans, which its other 16 samples extend.
     assert sorted(ranks[0].picks[0] + ranks[1].picks[0]) == [*range(40), *range(44, 60)]
@@ -471,18 +473,27 @@ def test_the_last_rank_that_dies_ends_the_run():
 # ------------------------------------------------------------------------------------------------------------ faults
 
 
+def wait_no_longer(cluster: LocalCluster) -> None:
+    """Now that the test has come so far, half a second from the start is all that ranks have to come."""
+    cluster._coordinator._dial_in = 0.5
+
+
 def test_why_a_rank_was_refused_is_told_where_it_is_missed():
-    with LocalCluster(1, samples=3, batch=1, epochs=1, dial_in=0.5) as cluster:
+    with LocalCluster(1, samples=3, batch=1, epochs=1) as cluster:
         address = addresses(cluster, 0, direct=False)["data"]
         with pytest.raises(ff.HandshakeError):
             DataChannel.connect(address, ff.Codec(cluster.salt, "0.8"), 0, 1, deadlines=Deadlines(attempts=1))
+        until(lambda: cluster._coordinator.refusal)
+        wait_no_longer(cluster)
         with pytest.raises(ff.ChannelError, match=r"\[0\] have not come in 0.5 s; the last .* version 3 \(of 0\.8\)"):
             cluster.wait(WAIT)
 
 
 def test_ranks_that_do_not_come():
-    with LocalCluster(3, samples=3, batch=1, epochs=1, dial_in=0.5) as cluster:
+    with LocalCluster(3, samples=3, batch=1, epochs=1) as cluster:
         rank = RawRank(cluster, 1)
+        until(lambda: 1 in cluster._coordinator._ranks)
+        wait_no_longer(cluster)
         with pytest.raises(ff.ChannelError, match=r"ranks \[0, 2\] have not come in 0.5 s"):
             cluster.wait(WAIT)
         with pytest.raises(ff.ChannelError):
@@ -491,7 +502,7 @@ def test_ranks_that_do_not_come():
 
 
 def test_ranks_that_do_not_agree_on_formation():
-    with LocalCluster(2, samples=2, batch=1, epochs=1, dial_in=0.5) as cluster:
+    with LocalCluster(2, samples=2, batch=1, epochs=1) as cluster:
 
         def life(rank):
             with pytest.raises(ff.ChannelError), Worker(
@@ -500,6 +511,8 @@ def test_ranks_that_do_not_agree_on_formation():
                 list(worker.plans())
 
         ranks = [Running(life, rank) for rank in range(2)]
+        until(lambda: 0 in cluster._reducer.present() and 1 in cluster._coordinator._ranks)
+        wait_no_longer(cluster)
         error = r"ranks \[0\] still wait in the rounds of their formation after 0.5 s, ranks \[1\] do not: .*formation="
         with pytest.raises(ff.ChannelError, match=error):
             cluster.wait(WAIT)
@@ -511,6 +524,21 @@ def test_a_rank_that_leaves_before_all_are_there():
     with LocalCluster(2, samples=2, batch=1, epochs=1) as cluster:
         RawRank(cluster, 1).close()
         with pytest.raises(ff.ChannelError, match="rank 1 left before all ranks were there"):
+            cluster.wait(WAIT)
+
+
+def test_a_rank_whose_data_ends_just_as_its_control_comes():
+    with LocalCluster(1, samples=3, batch=1, epochs=1) as cluster:
+        arriving = SimpleNamespace(ranks=(0,), model_sigs=())
+
+        def post(call, *args):  # the end of its data is told before it is taken in
+            del cluster._coordinator.post
+            cluster._lost((0,), "the stream ends")
+            cluster._coordinator.post(call, *args)
+
+        cluster._coordinator.post = post
+        assert cluster._coordinator.arrived(arriving)
+        with pytest.raises(ff.ChannelError, match="rank 0 left before all ranks were there: the stream ends"):
             cluster.wait(WAIT)
 
 
@@ -607,6 +635,7 @@ def test_messages_that_mean_nothing_are_dropped(caplog):
 
 def test_an_average_that_never_closes_ends_with_a_save(monkeypatch):
     monkeypatch.setattr("flodl_fast.local.CEILING", 0.1)
+    monkeypatch.setattr("flodl_fast.local.BEACON", 600)  # With it goes the look at who is silent.
     with LocalCluster(1, samples=2, batch=1, epochs=1, heartbeat_timeout=0.01) as cluster:
         rank = RawRank(cluster, 0)
         rank.step(1)
