@@ -52,7 +52,7 @@ test: $(VENV)/.with-test ## the whole suite, then again with the portable kernel
 test-kernels: $(VENV)/.with-test ## the suite with the portable kernels
 	FLODL_FAST_SHA256=portable FLODL_FAST_FOLD=portable $(BIN)/python -m pytest
 
-test-pythons: $(VENV)/.with-dev ## one wheel for each CPython 3.10 to 3.13 found here, tried with NumPy 1.26 and the newest
+test-pythons: $(VENV)/.with-dev ## one wheel for each CPython 3.10 to 3.14 found here, tried with NumPy 1.26 and the newest
 	$(BIN)/python scripts/test_pythons.py
 
 test-frameworks: export VENV_FLAGS = --system-site-packages
