@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -190,6 +190,23 @@ def settle(worker: Worker, heard: Iterable[ff.ControlMsg]) -> None:
     while worker.ended is None and echo not in heard:
         worker.serve()
         time.sleep(0.001)
+
+
+def await_update(worker: Worker, heard: Sequence[ff.ControlMsg]) -> None:
+    """Serve until the average is closed that this rank has had its part in.
+
+    What it trains before, the crate's coordinator takes for averaged, and may end the run without another average.
+
+    Args:
+        worker: the rank's.
+        heard: what its ``on_message`` hears.
+    """
+    while worker.ended is None and [type(m) for m in heard if isinstance(m, _CYCLE)][-1:] == [ff.RequestParams]:
+        worker.serve()
+        time.sleep(0.001)
+
+
+_CYCLE = (ff.RequestParams, ff.Update)
 
 
 class SettlingTap(Tap):
