@@ -1191,6 +1191,17 @@ cdef class FrameCodec:
             with nogil:
                 ff_mac8(&self.secret, data, n, out)
 
+    cdef void tag_many(self, const ff_message* messages, Py_ssize_t n, uint8_t* out) noexcept:
+        """Tags of 8 bytes one after the other."""
+        cdef Py_ssize_t size = 0, i
+        for i in range(n):
+            size += messages[i].length
+        if size < QUIET:
+            ff_mac8_many(&self.secret, messages, n, out)
+        else:
+            with nogil:
+                ff_mac8_many(&self.secret, messages, n, out)
+
     cdef bint holds(self, const uint8_t* data, Py_ssize_t n, const uint8_t* tag) noexcept:
         """Whether the tag is that of the data."""
         cdef uint8_t expected[8]
@@ -1463,7 +1474,8 @@ cdef class FrameCodec:
         """
         cdef uint8_t scratch[SCRATCH]
         cdef Writer w
-        cdef Py_ssize_t at, waiting = -1, i = 0, listed = len(messages) if type(messages) is list else 0
+        cdef Py_ssize_t waiting[BATCH]      # frames without a tag: those since the last whole batch
+        cdef Py_ssize_t at, i = 0, listed = len(messages) if type(messages) is list else 0
         cdef bint writing = False           # not asking the caller's iterable, whose errors are its own
         begin(&w, scratch)
         try:
@@ -1479,16 +1491,11 @@ cdef class FrameCodec:
                 writing = False
                 if prefixed:
                     ff_store32(w.start + at - 4, <uint32_t>(w.p - w.start - at))
-                # Two tags at a time: their hashing interleaves.
-                if waiting < 0:
-                    waiting = at
-                else:
-                    self.sign_pair(w.start + waiting, w.start + at)
-                    waiting = -1
+                waiting[i % BATCH] = at
                 i += 1
-            if waiting >= 0:
-                self.tag(w.start + waiting + 16, HEADER - 16 + ff_load32(w.start + waiting + 20),
-                         w.start + waiting + 8)
+                if i % BATCH == 0:
+                    self.sign(w.start, waiting, BATCH)
+            self.sign(w.start, waiting, i % BATCH)
             return finish(&w)
         except (EncodeError, TypeError) as error:
             Py_XDecRef(w.owner)
@@ -1499,9 +1506,19 @@ cdef class FrameCodec:
             Py_XDecRef(w.owner)
             raise
 
-    cdef void sign_pair(self, uint8_t* a, uint8_t* b) noexcept:
-        ff_mac8_pair(&self.secret, a + 16, HEADER - 16 + <size_t>ff_load32(a + 20),
-                     b + 16, HEADER - 16 + <size_t>ff_load32(b + 20), a + 8, b + 8)
+    cdef void sign(self, uint8_t* start, const Py_ssize_t* at, Py_ssize_t n) noexcept:
+        """Put their tags into the n frames, at most BATCH, that lie at these places after the start."""
+        cdef ff_message signed[BATCH]
+        cdef uint8_t tags[BATCH * 8]
+        cdef uint8_t* head
+        cdef Py_ssize_t i
+        for i in range(n):
+            head = start + at[i]
+            signed[i].data = head + 16
+            signed[i].length = HEADER - 16 + <size_t>ff_load32(head + 20)
+        self.tag_many(signed, n, tags)
+        for i in range(n):
+            memcpy(start + at[i] + 8, tags + 8 * i, 8)
 
     def decode_many(self, buffer, *, bint prefixed=False, trailing="ignore"):
         """Decode the frames of a buffer one after the other.
@@ -1641,8 +1658,18 @@ cdef class FrameCodec:
         """
         cdef Input source = Input(buffer)
         cdef const uint8_t* p = source.data
-        cdef Py_ssize_t size = self.measure_mux(p, source.n)
-        cdef ff_mac_stream stream
+        kind = self.enter_record(source, is_strict(trailing), NULL)
+        return kind, ff_load32(p + 9), PyBytes_FromStringAndSize(<const char*>source.data, source.n)
+
+    cdef object enter_record(self, Input source, bint strict, uint8_t* inner):
+        """The MuxKind of the mux record that a buffer starts with, its MAC checked; what is left is its payload.
+
+        In the same pass ``inner``, unless it is NULL, becomes the tag of all but the payload's last 8 bytes, which are
+        that tag where the payload is a round frame.
+        """
+        cdef const uint8_t* p = source.data
+        cdef Py_ssize_t size = self.measure_mux(p, source.n), taken = 0
+        cdef ff_mac_stream stream, frame
         cdef uint8_t expected[8]
         if size == 0:
             raise TruncatedError(f"a mux record's header takes {MUX_HEADER} bytes, got {source.n}")
@@ -1651,7 +1678,12 @@ cdef class FrameCodec:
         with nogil:
             ff_mac_begin(&stream, &self.secret)
             ff_mac_update(&stream, p, 17)
-            ff_mac_update(&stream, p + MUX_HEADER, size - MUX_HEADER)
+            if inner is not NULL:
+                taken = max(0, size - MUX_HEADER - 8)
+                ff_mac_begin(&frame, &self.secret)
+                ff_mac_update_pair(&frame, &stream, p + MUX_HEADER, taken)
+                ff_mac_end(&frame, &self.secret, inner)
+            ff_mac_update(&stream, p + MUX_HEADER + taken, size - MUX_HEADER - taken)
             ff_mac_end(&stream, &self.secret, expected)
         if not ff_mac_equal(expected, p + 17):
             raise AuthenticationError("the MAC of a mux record does not hold: another salt, or changed bytes")
@@ -1659,9 +1691,11 @@ cdef class FrameCodec:
             kind = MuxKind(p[8])
         except ValueError:
             raise UnknownKindError(f"mux record kind {p[8]}, known are 1 to {len(MuxKind)}") from None
-        if is_strict(trailing) and source.n > size:
+        if strict and source.n > size:
             raise TrailingDataError(f"{source.n - size} extra bytes after a mux record of {size}")
-        return kind, ff_load32(p + 9), PyBytes_FromStringAndSize(<const char*>p + MUX_HEADER, size - MUX_HEADER)
+        source.data += MUX_HEADER
+        source.n = size - MUX_HEADER
+        return kind
 
 
 cdef object bad_mac(uint32_t kind):
@@ -1685,7 +1719,7 @@ def check_values(message):
 
 @cython.final
 cdef class Scan:
-    """The frames of a buffer, looked at a batch at a time: headers first, then the MACs two by two."""
+    """The frames of a buffer, looked at a batch at a time: headers first, then their MACs together."""
 
     cdef FrameCodec codec
     cdef Input source
@@ -1750,22 +1784,17 @@ cdef class Scan:
 
     cdef Py_ssize_t authenticate(self, Py_ssize_t found) noexcept:
         """How many of the spans found, from the first on, have a MAC that holds."""
-        cdef Py_ssize_t i = 0
-        cdef uint8_t tags[16]
+        cdef ff_message signed[BATCH]
+        cdef uint8_t tags[BATCH * 8]
         cdef const Span* s = self.spans
-        while i < found:
-            if i + 1 < found and s[i].length < QUIET and s[i + 1].length < QUIET:
-                ff_mac8_pair(&self.codec.secret, s[i].frame + 16, s[i].length + 8, s[i + 1].frame + 16,
-                             s[i + 1].length + 8, tags, tags + 8)
-                if not ff_mac_equal(tags, s[i].frame + 8):
-                    return i
-                if not ff_mac_equal(tags + 8, s[i + 1].frame + 8):
-                    return i + 1
-                i += 2
-            else:
-                if not self.codec.holds(s[i].frame + 16, s[i].length + 8, s[i].frame + 8):
-                    return i
-                i += 1
+        cdef Py_ssize_t i
+        for i in range(found):
+            signed[i].data = s[i].frame + 16
+            signed[i].length = s[i].length + 8
+        self.codec.tag_many(signed, found, tags)
+        for i in range(found):
+            if not ff_mac_equal(tags + 8 * i, s[i].frame + 8):
+                return i
         return found
 
     cdef object message(self, Py_ssize_t i):

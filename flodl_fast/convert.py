@@ -81,14 +81,13 @@ InProcessControlMsg = Union[
     wire.StageAdvisory,
 ]
 
-Timing = TypeVar("Timing", bound=InProcessTimingMsg)
-
+_Timing = TypeVar("_Timing", bound=InProcessTimingMsg)
 _TIMING = get_args(InProcessTimingMsg)
 _CONTROL = get_args(wire.ControlMsg)
 _TARGETED = (wire.Checkpoint, wire.ExecuteEvalCallback, wire.SaveConsensusModel)
 
 
-def timing_msg_to_wire(message: Timing) -> Timing:
+def timing_msg_to_wire(message: _Timing) -> _Timing:
     """The wire form of an in-process Timing message: the same object, checked.
 
     Args:

@@ -222,7 +222,9 @@ class LocalCluster:
         return self._coordinator.wait(timeout)
 
     def stop(self, *, save: bool = False) -> None:
-        """End the run early: ranks leave as after its last epoch. Does not wait for them.
+        """End the run early: ranks leave as after its last epoch, and who has not come yet finds the ports closed.
+
+        Does not wait for them.
 
         Args:
             save: have them save first.
@@ -510,6 +512,7 @@ class _Coordinator:
         self._ranks: dict[int, _Rank] = {}  # those that are there and neither dead nor done
         self._arrived: set[int] = set()
         self._arriving = threading.Lock()
+        self._left: set[int] = set()  # dead or done
         self._model: tuple[int, bytes] | None = None  # the rank that came first, and its model's signature
         self._epoch = -1
         self._reports: list[wire.MetricsMsg] | None = None  # of the epoch at hand, None once it is over
@@ -607,7 +610,7 @@ class _Coordinator:
     def lost(self, rank: int, why: str) -> None:
         """A rank is gone without Exiting, which is its death unless the run is ending."""
         left = self._ranks.pop(rank, None)
-        if left is None and rank in self._arrived:
+        if left is None and rank in self._left:
             return  # dead or done before
         if not self._ending:
             if self._epoch < 0:
@@ -791,6 +794,7 @@ class _Coordinator:
 
     def _leave(self, rank: int, left: _Rank | None) -> None:
         """Go on without a rank that is not among ``_ranks`` any more."""
+        self._left.add(rank)
         self._reducer.drop(rank)
         if self._ending:
             return

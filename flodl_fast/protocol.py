@@ -48,7 +48,9 @@ class Revision(Enum):
     V0_7 = "0.7"
     V0_8 = "0.8"
 
-    def __lt__(self, other: Revision) -> bool:
+    def __lt__(self, other: object) -> bool:
+        if not isinstance(other, Revision):
+            return NotImplemented
         members = list(Revision)
         return members.index(self) < members.index(other)
 
@@ -93,7 +95,7 @@ def lookalike(revision: Revision) -> Revision | None:
 
 
 class MsgKind(IntEnum):
-    """What a control frame carries (§3). The last two of 1-5 are reserved and dead."""
+    """What a control frame carries (docs/wire.md §3). The last two of 1-5 are reserved and dead."""
 
     CONTROL = 1
     TIMING = 2
@@ -105,14 +107,14 @@ class MsgKind(IntEnum):
 
 
 class RoundKind(IntEnum):
-    """How the controller reduces a round frame (§6): MODEL is divided by the summed weight, CONTROL never."""
+    """How a round frame is reduced (docs/wire.md §6): MODEL is divided by the summed weight, CONTROL never."""
 
     MODEL = 0
     CONTROL = 1
 
 
 class MuxKind(IntEnum):
-    """What a mux record carries between relay and controller (§7)."""
+    """What a mux record carries between relay and controller (docs/wire.md §7)."""
 
     DATA = 1
     CONTROL = 2

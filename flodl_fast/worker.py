@@ -37,6 +37,7 @@ HEARTBEAT = 1.0  # seconds between two beacons
 NORM_EVERY = 10  # steps since the last average between two Batch messages with a parameter norm
 NO_NORM = 1e-10  # up to here the crate takes parameters for zero, and their divergence is 0
 SAMPLE_EVERY = 0.5  # seconds between two samples of resources at least
+DRAIN = 1.0  # seconds at most of reading what still comes at the end
 
 _CONTROL: tuple[type[wire.ControlMsg], ...] = get_args(wire.ControlMsg)
 
@@ -443,7 +444,9 @@ class Worker:
             self._heart.join()
             try:
                 self._control.send(wire.Exiting(self.rank))
-                while True:  # What is unread at the close could make the system reset the connection and lose this.
+                # What is unread at the close could make the system reset the connection and lose this.
+                until = time.monotonic() + DRAIN
+                while time.monotonic() < until:
                     self._control.recv(0)
             except (Elapsed, FlodlError) as error:
                 _logger.debug("rank %d: while closing: %s", self.rank, error)

@@ -154,11 +154,13 @@ class JoinTrial:
 
     Args:
         seed: all else follows from it.
+        revision: what all of them speak.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, revision: str) -> None:
         self.fault = Fault.drawn(random.Random(seed), KINDS[seed % len(KINDS)], 1500)
-        self._text = f"join, seed {seed}: {self.fault}"
+        self._revision = revision
+        self._text = f"join at {revision}, seed {seed}: {self.fault}"
 
     def __str__(self) -> str:
         return self._text
@@ -171,11 +173,12 @@ class JoinTrial:
         """
         env = {**os.environ, "FLODL_NET_TIMEOUT_SCALE": "0.2"}
         options = ("--join", "--ranks", 2, "--epochs", EPOCHS)
-        with Stack(binary, *options, env=env, max_secs=int(2 * JOIN_BOUND)) as controller:
+        joins = ["--revision", self._revision, "--", sys.executable, "-c", RANK]
+        with Stack(binary, *options, revision=self._revision, env=env, max_secs=int(2 * JOIN_BOUND)) as controller:
             addresses = network.proxy(controller.controller, self.fault), controller.controller
             agents = [
                 subprocess.Popen(
-                    [*AGENT, "{}:{}".format(*address), "--host", f"host{i}", "--", sys.executable, "-c", RANK],
+                    [*AGENT, "{}:{}".format(*address), "--host", f"host{i}", *joins],
                     env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 )
                 for i, address in enumerate(addresses)
@@ -203,7 +206,7 @@ import numpy as np
 import flodl_fast as ff
 
 params = np.zeros(6, np.float32)
-with ff.Worker.from_env([params]) as worker:
+with ff.Worker.from_env({"weight": params}) as worker:
     for plan in worker.plans():
         for _ in plan.batches(32):
             params += 0.5
@@ -232,7 +235,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--joins", type=int, default=None, help="trials of join agents (default: a tenth as many)")
     revisions = [revision.value for revision in ff.Revision]
-    parser.add_argument("--revision", default="0.6", choices=revisions, help="of training; agents join at 0.6")
+    parser.add_argument("--revision", default="0.6", choices=revisions, help="that all of them speak")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--at-once", type=int, default=6, help="trials at a time")
     args = parser.parse_args()
@@ -244,8 +247,8 @@ def main() -> int:
     trials: list[Trial | JoinTrial] = [
         Trial.of(args.first + i, controllers, args.revision) for i in range(args.trials)
     ]
-    if binary and args.revision == "0.6":
-        trials += [JoinTrial(args.first + i) for i in range(joins)]
+    if binary:
+        trials += [JoinTrial(args.first + i, args.revision) for i in range(joins)]
     ends: Counter[str] = Counter()
     failed = 0
     began = time.monotonic()

@@ -1030,6 +1030,29 @@ def test_a_rank_that_came_as_to_a_relay_is_not_told_of_deaths(flavour):
 
 
 @BOTH
+def test_a_served_frame_that_has_begun_is_waited_for(flavour, way):
+    channel, far = flavour.serve("data", way)
+    data = round_bytes(way, ff.RoundFrame(arrays((3,)), CONTROL), "HostFrame")
+    late = []
+
+    def poll():
+        while True:
+            try:
+                return channel.recv(0)
+            except TimeoutError:
+                late.append(channel._rounds.begun)
+
+    coming = running(poll)
+    far.sendall(data[:-1])
+    until(lambda: channel._rounds.begun)
+    before = len(late)
+    time.sleep(0.1)  # in which a call that does not wait comes back many times
+    assert len(late) <= before + 1
+    far.sendall(data[-1:])
+    assert equal(coming.result(WAIT).tensors, arrays((3,)))
+
+
+@BOTH
 def test_a_served_frame_that_stands_still(flavour, way):
     channel, far = flavour.serve("data", way, starvation=0.1)
     far.sendall(round_bytes(way, ff.RoundFrame(arrays((2,)), MODEL, 1.0), "HostFrame")[:12])

@@ -12,9 +12,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -492,12 +490,25 @@ def test_nobody_there(capfd, monkeypatch):
     assert f"127.0.0.1:{port} did not answer in 6 attempts" in capfd.readouterr().err
 
 
-def test_a_world_that_does_not_form_and_what_is_shown_meanwhile(window, capfd, monkeypatch):
-    clock = SimpleNamespace(ahead=0.0, monotonic=lambda: time.monotonic() + clock.ahead)
-    monkeypatch.setattr(join, "time", clock)
+def test_a_world_that_does_not_form(window, capfd, monkeypatch):
+    monkeypatch.setattr(protocol, "FORMATION_MARGIN", 0.4)
+
+    def script() -> None:
+        channel, _ = window.admit()
+        with channel:
+            channel.send(ff.JoinAccept([0], SALT.hex(), 0))
+            with pytest.raises(ff.ChannelClosed):
+                channel.recv(WAIT)
+
+    assert joining(window, script, "--", "true")[0] == Exit.TIMED_OUT
+    assert "the world has not formed in time" in capfd.readouterr().err
+
+
+def test_what_is_shown_until_the_world_forms(window, capfd, monkeypatch):
     monkeypatch.setattr(join, "STATUS_EVERY", 0.05)
     monkeypatch.setattr(join, "SAY_EVERY", math.inf)
     state = {"phase": "waiting", "joined_ranks": 1, "joined_hosts": 1, "min_rank_start": 2, "target_ranks": 3}
+    state["members"] = []
     ok = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
     window.pages = [
         ok + json.dumps(state).encode(),
@@ -513,24 +524,23 @@ def test_a_world_that_does_not_form_and_what_is_shown_meanwhile(window, capfd, m
         channel, _ = window.admit()
         with channel:
             channel.send(ff.JoinAccept([0], SALT.hex(), 600))
+            channel.rekey(CODEC)
             asked = [window.serve_page() for _ in range(7)]
-            clock.ahead = 600 + protocol.FORMATION_MARGIN
-            with pytest.raises(ff.ChannelClosed):
-                channel.recv(WAIT)
+            channel.send(ff.JoinAbort("too few"))
             return asked
 
     code, asked = joining(window, script, "--", "true")
-    assert code == Exit.TIMED_OUT
+    assert code == Exit.ABORTED
     assert asked == [b"GET /state.json HTTP/1.1"] * 7
     said = [line.partition("join: ")[2] for line in capfd.readouterr().err.splitlines()]
-    assert [line.partition(", up to")[0] for line in said[2:]] == [
+    assert [line.partition("; waits")[0] for line in said[2:]] == [
         "waiting: 1 of 3 ranks on 1 host(s)",
         "waiting: 2 of at least 2 ranks on 2 host(s)",
-        "staging: 1 of 3 ranks on 1 host(s), start manual",
-        "staging: 1 of 3 ranks on 1 host(s), start hybrid and given",
+        "staging: 1 of 3 ranks on 1 host(s), start manual, not given yet",
+        "staging: 1 of 3 ranks on 1 host(s), start hybrid, given",
         "waiting: 1 of 3 ranks on 1 host(s)",
         "still waiting",
-        "the world has not formed in time",
+        "the controller gives the run up: too few",
     ]
 
 

@@ -115,6 +115,8 @@ def test_revisions_order_by_age():
     assert not Revision.V0_7 < Revision.V0_7
     assert Revision.V0_8 >= Revision.V0_8 > Revision.V0_7 >= Revision.V0_6 <= Revision.V0_6
     assert max(Revision) is Revision.V0_8
+    with pytest.raises(TypeError, match="not supported between instances of 'Revision' and 'str'"):
+        assert Revision.V0_6 < "0.7"
 
 
 def test_supported_revisions():

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -548,6 +549,21 @@ def test_a_rank_that_leaves_before_all_are_there():
     with LocalCluster(2, samples=2, batch=1, epochs=1) as cluster:
         RawRank(cluster, 1).close()
         with pytest.raises(ff.ChannelError, match="rank 1 left before all ranks were there"):
+            cluster.wait(WAIT)
+
+
+def test_a_rank_whose_data_ends_just_as_its_control_comes():
+    with LocalCluster(1, samples=3, batch=1, epochs=1) as cluster:
+        arriving = SimpleNamespace(ranks=(0,), model_sigs=())
+
+        def post(call, *args):  # the end of its data is told before it is taken in
+            del cluster._coordinator.post
+            cluster._lost((0,), "the stream ends")
+            cluster._coordinator.post(call, *args)
+
+        cluster._coordinator.post = post
+        assert cluster._coordinator.arrived(arriving)
+        with pytest.raises(ff.ChannelError, match="rank 0 left before all ranks were there: the stream ends"):
             cluster.wait(WAIT)
 
 

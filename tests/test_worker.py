@@ -861,6 +861,17 @@ def test_what_follows_a_shutdown_does_not_keep_the_channels_open(coordinator, pa
     assert [type(m) for m in received_to_the_end(coordinator)] == [ff.Exiting]
 
 
+def test_a_coordinator_that_never_stops_does_not_keep_a_rank_from_its_end(coordinator, params, monkeypatch):
+    monkeypatch.setattr(module, "DRAIN", 0.1)
+    with coordinator.serving(params) as worker:
+        coordinator.send(ff.Shutdown())
+        assert list(worker.plans()) == []
+        monkeypatch.setattr(worker._control, "recv", lambda _: ff.CoordHeartbeat())
+        Running(worker.close).result()
+        assert worker._data.closed
+    assert [type(m) for m in received_to_the_end(coordinator)] == [ff.Exiting]
+
+
 def test_what_cannot_be_told_ends_the_rank(coordinator, params):
     with coordinator.serving(params) as worker:
         coordinator.control.close()

@@ -334,9 +334,3 @@ def stepped(coordinator: Coordinator, worker: Worker, steps: int) -> list[ff.Bat
     for _ in plan.batches(1):
         worker.step(0.5)
     return [coordinator.receive() for _ in range(steps)]
-
-
-def half_a_batch(params: list[np.ndarray]) -> None:
-    """What the crate's `peer rank` does with a batch."""
-    for array in params:
-        array += np.float32(0.5)

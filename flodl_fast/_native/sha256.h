@@ -29,9 +29,13 @@ void ff_mac_key_init(ff_mac_key *key, const uint8_t *salt, size_t length);
 /* Tag one message that is all there. */
 void ff_mac8(const ff_mac_key *key, const uint8_t *data, size_t length, uint8_t tag[FF_TAG_BYTES]);
 
-/* Tag two messages under one key, their compressions interleaved where the CPU gains by it. */
-void ff_mac8_pair(const ff_mac_key *key, const uint8_t *a, size_t a_length, const uint8_t *b,
-                  size_t b_length, uint8_t a_tag[FF_TAG_BYTES], uint8_t b_tag[FF_TAG_BYTES]);
+typedef struct {
+    const uint8_t *data;
+    size_t length;
+} ff_message;
+
+/* Tag n messages under one key, FF_TAG_BYTES each, hashed side by side as far as the CPU gains by it. */
+void ff_mac8_many(const ff_mac_key *key, const ff_message *messages, size_t n, uint8_t *tags);
 
 /* Tag a message that comes in pieces: begin, any number of updates, end. */
 void ff_mac_begin(ff_mac_stream *stream, const ff_mac_key *key);
@@ -59,7 +63,7 @@ static inline int ff_mac_equal(const uint8_t a[FF_TAG_BYTES], const uint8_t b[FF
 
 /* Kernels. "portable" is in use until ff_sha256_use(NULL) picks the best one, once, before other threads
  * call anything here. */
-const char *ff_sha256_kernels(void); /* names usable on this CPU, best first: "shani,portable" */
+const char *ff_sha256_kernels(void); /* names usable on this CPU, best first: "avx512,shani,portable" */
 const char *ff_sha256_kernel(void);  /* the name in use */
 int ff_sha256_use(const char *name); /* NULL: the best; 0, or -1: unknown or unusable here */
 
