@@ -7,6 +7,13 @@ from typing import Any as _Any
 try:
     from . import _codec, _round  # noqa: F401
 except ImportError as error:
+    if isinstance(error, ModuleNotFoundError) and error.name == "numpy":
+        import sys as _sys
+
+        raise ImportError(
+            f"flodl_fast needs NumPy, and {_sys.executable} has none: run the Python that flodl_fast was installed "
+            "for (after `make` that is .venv/bin/python), or install it for this one"
+        ) from error
     raise ImportError(
         f"flodl_fast's compiled modules cannot be loaded from {__path__[0]} ({error}); in a checkout, whose folder "
         "comes before an installed flodl_fast, build them with `make build` or `pip install -e .`"

@@ -416,7 +416,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.capture:
         print(f"Every frame is in {args.capture}; to read it:")
-        print(f"  python -m flodl_fast inspect {shlex.quote(args.capture)} --salt {salt}")
+        print(f"  {_python()} -m flodl_fast inspect {shlex.quote(args.capture)} --salt {salt}")
     if accuracy < args.target:
         print(f"The held-out accuracy of {accuracy:.1%} misses the target of {args.target:.1%}.", file=sys.stderr)
         return 1
@@ -440,6 +440,18 @@ def _table(recipe: Recipe, tap: Tap) -> Callable[[int, float, float], None]:
         )
 
     return row
+
+
+def _python() -> str:
+    """What to type for this Python: ``python`` where the shell means this one by it."""
+    found = shutil.which("python")
+    if found is not None and os.path.abspath(found) == os.path.join(os.path.dirname(sys.executable), "python"):
+        return "python"
+    return shlex.quote(os.path.relpath(sys.executable) if _is_below(sys.executable) else sys.executable)
+
+
+def _is_below(path: str) -> bool:
+    return Path(path).is_relative_to(Path.cwd())
 
 
 def _fail(reason: str) -> int:

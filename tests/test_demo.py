@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import shutil
 import socket
 import sys
@@ -352,6 +353,7 @@ def noise(threads, monkeypatch, tmp_path) -> Path:
 def test_the_demonstration_reaches_its_target_and_leaves_a_capture(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo.shutil, "which", lambda name: os.path.join(os.path.dirname(sys.executable), name))
     assert cli.main(["demo"]) == 0
     table = read_table(capsys.readouterr().out, epochs=20)
     assert table.accuracy >= 95
@@ -365,6 +367,23 @@ def test_the_demonstration_reaches_its_target_and_leaves_a_capture(tmp_path, mon
     entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(entries) == table.messages
     assert sum(entry["size"] for entry in entries) == table.bytes - 4 * (table.messages - 12)
+
+
+def test_the_python_to_type_is_one_that_has_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("here/python", "other one/python"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "here" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "here"))
+    assert demo._python() == "python"
+    for path in (str(tmp_path / "other one"), ""):  # as after `make demo`, whose environment nobody has activated
+        monkeypatch.setenv("PATH", path)
+        assert demo._python() == "here/python"
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "other one" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "here"))
+    assert demo._python() == f"'{tmp_path}/other one/python'"
 
 
 def test_epochs_that_are_told_at_once(capsys):

@@ -19,6 +19,13 @@ def test_an_import_brings_nothing_that_is_slow_to_import_and_seldom_needed():
     assert SLOW.isdisjoint(done.stdout.split())
 
 
+def test_a_python_without_numpy_is_named():
+    code = "import sys; sys.modules['numpy'] = None; import flodl_fast"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"flodl_fast needs NumPy, and {sys.executable} has none: run the Python that" in done.stderr.splitlines()[-1]
+
+
 def test_what_is_imported_late_is_there_all_the_same():
     assert {"aio", "__version__", "Codec"} <= set(dir(ff))
     assert ff.LocalCluster.__module__ == "flodl_fast.local"
