@@ -10,11 +10,13 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -49,7 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: code 2 for a wrong use, 0 after ``--help`` and ``--version``.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = build_parser(argv[:1]).parse_args(argv)
+    parser = build_parser(argv[:1])
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse(getattr(args, "parser", parser), unknown)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no reason to stop
     try:
@@ -77,7 +82,7 @@ def build_parser(wanted: Collection[str] = ()) -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, parser=sub)
         return sub
 
     encode = command("encode", _encode, "turn JSON lines on standard input, each a message, into frames")
@@ -93,8 +98,16 @@ def build_parser(wanted: Collection[str] = ()) -> argparse.ArgumentParser:
         if name in wanted:
             module = importlib.import_module(f".{module_name}", __package__)
             module.add_arguments(sub)
-            sub.set_defaults(run=module.run)
+            sub.set_defaults(run=module.run, parser=sub)
     return parser
+
+
+def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """Exit as argparse does, but with the command's own usage and the options that may have been meant."""
+    options = set(re.findall(r"--[a-z-]+", parser.format_help()))
+    close = [match for word in unknown for match in get_close_matches(word.partition("=")[0], options, n=1)]
+    hint = f"; did you mean {' and '.join(dict.fromkeys(close))}?" if close else ""
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
 def salt(text: str) -> bytes:
@@ -109,7 +122,9 @@ def salt_file(name: str) -> bytes:
     """The salt that a file holds, as an argument's type; its errors never show the salt."""
     try:
         return salt(Path(name).read_text(encoding="ascii"))
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise argparse.ArgumentTypeError(f"{name} holds no salt: it must be 32 hex digits and nothing else") from None
+    except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot read a salt from {name}: {error}") from None
 
 

@@ -254,6 +254,8 @@ class Inspection:
                         raise _at(record.offset, VersionMismatchError(str(error))) from None
                     inspectors[record.revision] = _Inspector(self._salt, (spoken, "as the capture says"))
                 self._inspector = inspectors[record.revision]
+            elif record.revision != self._inspector.revision[0].value:
+                self._inspector.object_to(f"as asked, where the capture says {record.revision}")
             entry = self._inspector.whole(record.data, record.offset)
             entry.time_ns, entry.direction, entry.leg = record.time_ns, record.direction, record.leg
             if entry.frame in _HELLOS:
@@ -338,6 +340,10 @@ class _Inspector:
             self.forms[magic] = _Form(f"{name} channel", _fixed(_MAGIC), lambda *_: None, None)
 
     # -- which revision
+
+    def object_to(self, reason: str) -> None:
+        """Say from now on why frames are read as they are, and what speaks against it."""
+        self._reason = reason
 
     @property
     def revision(self) -> tuple[Revision, str]:

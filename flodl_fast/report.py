@@ -19,7 +19,7 @@ from .cli import REVISIONS, count, salt, salt_file
 from .console import missing, print_table, rich_console, to_text
 from .display import plural
 from .errors import DecodeError
-from .inspection import BAD, FRAMINGS, Entry, Inspection, Tensor, every_kind, inspect_frames
+from .inspection import BAD, FRAMINGS, OK, Entry, Inspection, Tensor, every_kind, inspect_frames
 from .summary import Summary, label, rank_of
 
 __all__ = ["add_arguments", "run"]
@@ -273,6 +273,8 @@ class _Table:
     def _trust(self, summary: Summary, entries: Inspection) -> None:
         """How the MACs stand, and as what the frames were read."""
         if summary.macs:
+            if summary.macs[BAD] and not summary.macs[OK]:
+                self._say("no MAC holds: most likely the frames were made with another salt", "bold red")
             self._say("MAC: " + ", ".join(f"{n} {mac}" for mac, n in summary.macs.most_common()))
             revision, why = entries.revision
             self._say(f"read as revision {revision.value}: {why}")

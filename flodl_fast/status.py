@@ -20,7 +20,7 @@ _KEYS = {"phase", "joined_ranks", "joined_hosts", "min_rank_start", "target_rank
 def address(text: str) -> Address:
     """HOST:PORT as an argument's type; an IPv6 address stands in brackets."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
     return host.removeprefix("[").removesuffix("]"), int(port)
 

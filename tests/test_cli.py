@@ -321,6 +321,7 @@ def test_a_salt_from_a_file(run, stream, tmp_path, capsys):
     (tmp_path / "salt").write_text(f" {SALT_HEX.upper()}\n")
     code, out = run("inspect", stream, "--salt-file", tmp_path / "salt")
     assert (code, out.splitlines()[-2]) == (0, "MAC: 6 ok")
+    assert "no MAC holds" not in out
     both = ["--salt", SALT_HEX, "--salt-file", str(tmp_path / "salt")]
     assert "not allowed with" in usage(capsys, "inspect", "f", *both)
 
@@ -328,6 +329,7 @@ def test_a_salt_from_a_file(run, stream, tmp_path, capsys):
 def test_another_salt(run, stream):
     code, out = run("inspect", stream, "--salt", "0" * 32)
     assert (code, out.splitlines()[-2]) == (1, "MAC: 6 BAD")
+    assert out.splitlines()[-3] == "no MAC holds: most likely the frames were made with another salt"
     assert "batch_loss=0.693" in out
 
 
@@ -443,6 +445,10 @@ def test_help_and_version(capsys):
         (["inspect", "f", "--revision", "0.5"], "0.6"),
         (["encode", "--revision", "0.5"], "0.6"),
         (["inspect", "f", "--salt-file", "does-not-exist"], "cannot read a salt"),
+        (["inspect", "f", "--sumary"], "inspect: error: unrecognized arguments: --sumary; did you mean --summary?"),
+        (["bench", "--xyzzy=1", "--quik"], "unrecognized arguments: --xyzzy=1 --quik; did you mean --quick?"),
+        (["--sumary", "inspect", "f"], "unrecognized arguments: --sumary f"),
+        (["inspect", "f", "more"], "unrecognized arguments: more\n"),
     ],
 )
 def test_wrong_use(capsys, argv, text):
@@ -455,6 +461,12 @@ def test_a_wrong_salt_is_not_repeated(capsys, tmp_path):
         err = usage(capsys, "inspect", "f", option, value)
         assert "32 hex digits" in err
         assert SALT_HEX[1:] not in err
+
+
+def test_a_file_that_holds_no_salt(capsys, tmp_path):
+    file = tmp_path / "salt"
+    file.write_bytes(b"\xc2\xa7")
+    assert f"{file} holds no salt: it must be 32" in usage(capsys, "inspect", "f", "--salt-file", str(file))
 
 
 def test_a_file_that_cannot_be_read(run, tmp_path, capsys):

@@ -19,6 +19,7 @@ from support import CODEC, crate_name, one_of_each, oracle_form, signed_frame, s
 import flodl_fast as ff
 from flodl_fast.capture import CaptureWriter, Direction
 from flodl_fast.inspection import FRAMINGS, inspect_frames
+from flodl_fast.protocol import Revision
 
 OTHER_SALT = bytes(16 * [7])
 ROUND = CODEC.encode_round(ff.RoundFrame([np.ones((2, 3), "f4"), np.ones((), "f4")], weight=3.0))
@@ -301,6 +302,16 @@ def test_a_capture_of_a_revision_that_is_not_supported():
     with pytest.raises(ff.VersionMismatchError, match=r"'0\.9' is not supported"):
         look(data)
     assert one(data, revision="0.6").good
+
+
+@pytest.mark.parametrize("asked", ["0.7", Revision.V0_7])
+def test_a_capture_of_another_revision_than_asked_for_is_named(asked):
+    reader = inspect_frames(io.BytesIO(capture(HEARTBEAT)), salt=SALT, revision=asked)
+    assert [entry.good for entry in reader] == [True]
+    assert reader.revision == (Revision.V0_7, "as asked, where the capture says 0.6")
+    same = inspect_frames(io.BytesIO(capture(HEARTBEAT)), salt=SALT, revision="0.6")
+    assert [entry.good for entry in same] == [True]
+    assert same.revision[1] == "as asked"
 
 
 # ------------------------------------------------------------------------------------------------- faults and limits

@@ -590,6 +590,7 @@ def test_defaults(monkeypatch):
         (["localhost", "--", "x"], "expected HOST:PORT, got 'localhost'"),
         ([":1", "--", "x"], "expected HOST:PORT"),
         (["h:65536", "--", "x"], "expected HOST:PORT"),
+        (["http://h:1", "--", "x"], "expected HOST:PORT, got 'http://h:1'"),
         (["h:1"], "required: COMMAND"),
         (["h:1", "--devices", "1,01", "--", "x"], "expected different numbers from 0 to 255"),
         (["h:1", "--devices", "256", "--", "x"], "expected different numbers from 0 to 255"),
