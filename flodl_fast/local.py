@@ -29,7 +29,7 @@ from . import protocol
 from .channel import Address, ControlChannel, DataChannel, accept
 from .display import one_line, plural
 from .environment import CLUSTER, HOST_NAME, LOCAL_RANK, RELAY_CONTROL, RELAY_DATA, REVISION, ROUTE
-from .errors import ChannelClosed, ChannelError, FlodlError, HandshakeError, TensorError
+from .errors import ChannelClosed, ChannelError, FlodlError, HandshakeError, PayloadError, TensorError
 from .frames import Codec
 from .layout import variants_of
 from .net import scaled
@@ -40,6 +40,7 @@ __all__ = ["LocalCluster", "LocalResult", "aggregate_metrics"]
 BEACON = 1.0  # seconds between two CoordHeartbeats
 CEILING = 300  # seconds that an averaging cycle may take, or ten heartbeat timeouts where that is longer
 FINAL_EVALUATION = 2**64 - 1  # its schedule_id
+PATIENCE = 10.0  # seconds after which the absence of ranks is spoken of
 _PORTS = (0, RELAY_DATA, RELAY_CONTROL)  # served, counted from the controller's
 _LAST_PORT = 65535 - max(_PORTS)
 _PORT_ATTEMPTS = 100
@@ -296,6 +297,11 @@ class LocalCluster:
                     self._lost((message.rank,), "its relay has lost it")
                 else:
                     received(channel, message)
+        except (PayloadError, TensorError) as error:
+            # Its MAC holds: the likeliest reason is that 0.6 and 0.7 look alike until their layouts differ, as do
+            # 0.6 and 0.8 to a controller that is dialled directly.
+            revision = self._codec.revision.value
+            self._lost(channel.ranks, f"{error}; this cluster speaks revision {revision}, does the rank?")
         except FlodlError as error:
             self._lost(channel.ranks, str(error))
 
@@ -507,6 +513,7 @@ class _Coordinator:
     def __init__(self, recipe: _Recipe, *, heartbeat_timeout: float, dial_in: float, reducer: _Reducer) -> None:
         self._recipe, self._reducer = recipe, reducer
         self._timeout, self._dial_in = heartbeat_timeout, dial_in
+        self._spoken = False  # of ranks that have not come
         self.refusal: HandshakeError | None = None  # why the last connection that was refused was
         self._events: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         self._ranks: dict[int, _Rank] = {}  # those that are there and neither dead nor done
@@ -643,10 +650,11 @@ class _Coordinator:
         missing = sorted(set(range(self._recipe.world)).difference(self._ranks))
         if not missing:
             self._start_epoch(0)
-        elif waited > self._dial_in:
-            # A rank dials its data channel first, and its control channel once all have formed over that.
-            half = sorted(self._reducer.present().intersection(missing))
-            absent = sorted(set(missing).difference(half))
+            return
+        # A rank dials its data channel first, and its control channel once all have formed over that.
+        half = sorted(self._reducer.present().intersection(missing))
+        absent = sorted(set(missing).difference(half))
+        if waited > self._dial_in:
             if self._ranks and not absent:
                 raise ChannelError(
                     f"ranks {half} still wait in the rounds of their formation after {self._dial_in} s, ranks "
@@ -655,6 +663,10 @@ class _Coordinator:
             waiting = f"; ranks {half} wait for them in their first round" if half and absent else ""
             refused = f"; the last connection that was refused: {self.refusal}" if self.refusal else ""
             raise ChannelError(f"ranks {absent or missing} have not come in {self._dial_in} s{waiting}{refused}")
+        if waited > PATIENCE and absent and not self._spoken:
+            self._spoken = True
+            text = "ranks %s have not come yet; the run is given up in another %.0f s (dial_in=)"
+            _logger.warning(text, absent, self._dial_in - waited)
 
     def _go_on(self, now: float) -> None:
         ranks = self._ranks.values()

@@ -526,6 +526,39 @@ def test_ranks_that_do_not_come():
         rank.close()
 
 
+def test_ranks_that_have_not_come_are_spoken_of_once(monkeypatch, caplog):
+    monkeypatch.setattr("flodl_fast.local.PATIENCE", 0.0)
+    with LocalCluster(2, samples=2, batch=1, epochs=1, dial_in=WAIT) as cluster:
+        until(lambda: "ranks [0, 1] have not come yet; the run is given up in another" in caplog.text)
+        rank = RawRank(cluster, 1)
+        until(lambda: 1 in cluster._coordinator._ranks)
+        wait_no_longer(cluster)
+        with pytest.raises(ff.ChannelError, match=r"ranks \[0\] have not come in 0\.5 s"):
+            cluster.wait(WAIT)
+        rank.close()
+    assert caplog.text.count("have not come yet") == 1
+
+
+def test_only_those_that_are_absent_are_spoken_of(monkeypatch, caplog):
+    with LocalCluster(2, samples=2, batch=1, epochs=1) as cluster:
+        options = addresses(cluster, 1)
+        data = DataChannel.connect(options["data"], options["codec"], 1, 2, host="host1")
+        until(lambda: cluster._reducer.present() == {1})
+        monkeypatch.setattr("flodl_fast.local.PATIENCE", 0.0)
+        until(lambda: "ranks [0] have not come yet" in caplog.text)
+        data.close()
+
+
+def test_a_rank_of_another_revision_is_asked_about_it():
+    with LocalCluster(2, samples=2, batch=1, epochs=1) as cluster:
+        codec = ff.Codec(cluster.salt, "0.8")
+        rank = Running(Worker, {"w": np.zeros(3, f32)}, **{**addresses(cluster, 1), "codec": codec})
+        with pytest.raises(ff.ChannelError, match=r"rank 1 left .* this cluster speaks revision 0\.6, does the rank\?"):
+            cluster.wait(WAIT)
+        with pytest.raises(ff.ChannelClosed):
+            rank.result()
+
+
 def test_ranks_that_do_not_agree_on_formation():
     with LocalCluster(2, samples=2, batch=1, epochs=1) as cluster:
 
