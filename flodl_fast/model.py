@@ -108,16 +108,27 @@ class Tensors:
         what: what to call them in an error.
         tensors: the tensors.
         lane_of: says of each how it is staged.
+        names: the tensors' names, for errors; of as many as have one.
 
     Raises:
         TypeError: a tensor that is not float32, not writable, or without memory to share.
     """
 
     def __init__(
-        self, what: str, tensors: Iterable[Any], lane_of: Callable[[Any], Lane | None] = lane_of
+        self,
+        what: str,
+        tensors: Iterable[Any],
+        lane_of: Callable[[Any], Lane | None] = lane_of,
+        names: Sequence[str] = (),
     ) -> None:
         if hasattr(tensors, "__dlpack__"):
-            raise TypeError(f"{what}: expected several tensors, got one {type(tensors).__name__}")
+            raise TypeError(
+                f"{what}: expected several tensors, got one {type(tensors).__name__}: give a mapping of its name to it"
+            )
+
+        def tell(i: int) -> str:
+            return f"{what}: tensor {i} ({names[i]!r})" if i < len(names) else f"{what}: tensor {i}"
+
         self._what = what
         self._slots: dict[int, tuple[Lane, Slot]] = {}
         self._shared: dict[int, Any] = {}  # of PyTorch, which can give a tensor other memory
@@ -132,18 +143,18 @@ class Tensors:
                     self._shared[i] = tensor
                     tensor = tensor.detach().numpy()
             except TypeError as error:
-                raise TypeError(f"{what}: tensor {i}: {error}") from None
+                raise TypeError(f"{tell(i)}: {error}") from None
             memories.append(tensor)
         for i, memory in enumerate(memories):  # A frame may hold bfloat16 as well, a worker's arrays may not.
             if hasattr(memory, "dtype") and dtype_name(memory) != "float32":
-                raise TypeError(f"{what}: tensor {i}: expected float32, got {dtype_name(memory)}")
+                raise TypeError(f"{tell(i)}: expected float32, got {dtype_name(memory)}")
         try:
             self._arrays = arrays_of(memories)
         except TypeError as error:
             raise TypeError(f"{what}: {error}") from None
         for i, array in enumerate(self._arrays):
             if not array.flags.writeable:
-                raise TypeError(f"{what}: tensor {i} is read-only, and averages are written into it")
+                raise TypeError(f"{tell(i)} is read-only, and averages are written into it")
         self._lanes = list({id(lane): lane for lane, _ in self._slots.values()}.values())
         self._waits: list[Callable[[], object]] = []
 
@@ -274,14 +285,12 @@ class Model:
         sig: bytes | Exception | None = None
         if isinstance(buffers, (tuple, list)) and not buffers:
             buffers = {}
-        if isinstance(params, Mapping):
-            if isinstance(buffers, Mapping):
-                sig = sig_or_why(params, buffers)
-            params = params.values()
+        if isinstance(params, Mapping) and isinstance(buffers, Mapping):
+            sig = sig_or_why(params, buffers)
         if isinstance(buffers, Mapping):
             # What tells no dtype is told from others by Tensors.
-            buffers = [b for b in buffers.values() if not hasattr(b, "dtype") or dtype_name(b) == "float32"]
-        model = Model(Tensors("params", params), Tensors("buffers", buffers), sig)
+            buffers = {n: b for n, b in buffers.items() if not hasattr(b, "dtype") or dtype_name(b) == "float32"}
+        model = Model(_tensors("params", params), _tensors("buffers", buffers), sig)
         _check_apart(model.params, model.buffers)
         return model
 
@@ -293,6 +302,12 @@ class Model:
     def __repr__(self) -> str:
         sizes = plural(len(self.params), "parameter"), plural(len(self.buffers), "buffer"), plural(self.nbytes, "byte")
         return f"{type(self).__module__}.{type(self).__name__}({', '.join(sizes)})"
+
+
+def _tensors(what: str, tensors: Mapping[str, Any] | Iterable[Any]) -> Tensors:
+    if isinstance(tensors, Mapping):
+        return Tensors(what, tensors.values(), names=list(tensors))
+    return Tensors(what, tensors)
 
 
 def _check_apart(*groups: Tensors) -> None:

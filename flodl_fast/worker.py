@@ -214,6 +214,7 @@ class Worker:
         self._plans: deque[Plan] = deque()
         self._plan: Plan | None = None
         self._tally = _Tally()
+        self._warned = False  # of a plan of which nothing was trained
         self._scalars: dict[str, tuple[float, int]] = {}
         self._clock = 0.0  # when the batch at hand began
         self._since_average = 0
@@ -350,7 +351,7 @@ class Worker:
             raise RuntimeError("step() needs samples= where the batch did not come from Plan.batches")
         if batch_ms is None:
             batch_ms = max(0.0, (time.perf_counter() - self._clock) * 1e3 - data_ms)
-        loss, lr = float(loss), None if lr is None else float(lr)
+        loss, lr = _number("loss", loss), None if lr is None else _number("lr", lr)
         norm = self._model.norm() if (self._since_average + 1) % NORM_EVERY == 0 else None
         self._send(wire.Batch(self.rank, batch_ms, data_ms, self.steps + 1, norm, loss))
         if lr is not None:
@@ -599,6 +600,12 @@ class Worker:
         plan, self._plan = self._plan, None
         if plan is None or self.ended is not None:
             return
+        if not self._tally.batches and not self._warned:
+            self._warned = True
+            what = "no step() for any of its batches"
+            if not plan._taken:
+                what = "no batch taken" if plan._batch_size is None else f"no full batch of {plan._batch_size}"
+            _logger.warning("rank %d: nothing was trained of a plan of %d samples: %s", self.rank, plan.size, what)
         scalars, self._scalars = self._scalars, {}
         resources = self._resources() if self._resources is not None else None
         self._send(self._tally.report(self.rank, plan.epoch, scalars, resources))
@@ -722,6 +729,14 @@ def _signature(revision: Revision, model_sig: bytes | None, model: Model) -> byt
             "as mappings of names to arrays, such as dict(model.named_parameters()), or as a Model, or give model_sig="
         )
     return model_sig
+
+
+def _number(name: str, value: SupportsFloat) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name}: expected one number, got {type(value).__name__}: {error}") from None
 
 
 def _attempt(

@@ -284,6 +284,9 @@ def test_averages_are_written_into_the_callers_memory(coordinator, share):
         ([np.zeros(2, ml_dtypes.bfloat16)], "params: tensor 0: expected float32, got bfloat16"),
         ([np.zeros(2, f32), np.frombuffer(bytes(8), f32)], "params: tensor 1 is read-only"),
         ([[1.0, 2.0]], "tensor 0: list gives no memory"),
+        ({"a": np.zeros(2, f32), "b": np.zeros(2)}, "params: tensor 1 ('b'): expected float32, got float64"),
+        ({"a": np.frombuffer(bytes(8), f32)}, "params: tensor 0 ('a') is read-only"),
+        (np.zeros(2, f32), "params: expected several tensors, got one ndarray: give a mapping"),
     ],
 )
 def test_arrays_that_cannot_be_averaged(arrays, error):
@@ -427,6 +430,35 @@ def test_a_slice_that_comes_before_a_throttled_rank_begins_its_plan(coordinator,
         assert next(worker.plans()).slices == [(0, 4), (50, 8)]
 
 
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        (lambda plan: list(plan.batches(8)), "of a plan of 16 samples: no step() for any of its batches"),
+        (lambda plan: list(plan.batches(17)), "of a plan of 16 samples: no full batch of 17"),
+        (lambda plan: None, "of a plan of 16 samples: no batch taken"),
+    ],
+)
+def test_a_plan_of_which_nothing_was_trained_is_spoken_of_once(coordinator, params, caplog, loop, said):
+    with coordinator.serving(params) as worker:
+        for epoch in range(2):
+            coordinator.plan(epoch, 0, 16)
+        coordinator.send(ff.Shutdown())
+        for plan in worker.plans():
+            loop(plan)
+    assert caplog.text.count("rank 0: nothing was trained " + said) == 1
+
+
+def test_a_plan_of_which_something_was_trained_is_not_spoken_of(coordinator, params, caplog):
+    with coordinator.serving(params) as worker:
+        coordinator.plan(0, 0, 12)
+        coordinator.plan(1, 0, 12)
+        coordinator.send(ff.Shutdown())
+        for plan in worker.plans():
+            for _ in plan.batches(8):
+                worker.step(0.5)
+    assert "nothing was trained" not in caplog.text
+
+
 def test_a_slice_that_comes_after_the_plan_is_dropped_loudly(coordinator, params, caplog):
     with coordinator.serving(params) as worker:
         coordinator.plan(0, 0, 4)
@@ -520,9 +552,13 @@ def test_steps_that_are_not_a_plans(coordinator, params):
         plan = next(worker.plans())
         with pytest.raises(RuntimeError, match="needs samples="):
             worker.step(0.5)
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"^loss: expected one number, got NoneType: "):
             worker.step(None, samples=8)
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"^loss: expected one number, got ndarray: "):
+            worker.step(np.zeros(3), samples=8)
+        with pytest.raises(ValueError, match=r"^loss: expected one number, got str: "):
+            worker.step("low", samples=8)
+        with pytest.raises(TypeError, match=r"^lr: expected one number, got list: "):
             worker.step(0.5, samples=8, lr=[])
         assert worker.step(0.5, samples=8)
         with pytest.raises(ValueError, match="batch_size must be positive, got 0"):
