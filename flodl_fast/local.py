@@ -107,6 +107,7 @@ class LocalCluster:
         salt: the 16 bytes of the session salt.
 
     Raises:
+        TypeError: a number that is no integer.
         ValueError: a number that cannot be, or a salt, revision or ceiling as ``Codec``.
         OSError: from ``with``: the ports are taken.
     """
@@ -136,6 +137,8 @@ class LocalCluster:
             ("evaluate_every", evaluate_every, 0),
             ("checkpoint_every", checkpoint_every, 0),
         ):
+            if not hasattr(value, "__index__") or isinstance(value, bool):
+                raise TypeError(f"{name}: expected an integer, got {type(value).__name__} {value!r}")
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         if not 0 <= port <= _LAST_PORT:
@@ -173,10 +176,13 @@ class LocalCluster:
 
         Raises:
             ValueError: no such rank.
+            RuntimeError: the port is not known yet, before ``with``.
         """
         if not 0 <= rank < self._world:
             raise ValueError(f"rank {rank} is not in a world of {self._world}")
         host, port = self.address
+        if not port:
+            raise RuntimeError("the cluster has no port yet: call environment() inside its `with`, or give port=")
         name = "localhost"
         envelope = {
             "controller": {"host": host, "port": port},
@@ -203,8 +209,9 @@ class LocalCluster:
         """The cohort's metrics of each epoch as it ends, from the first on; ends with the run.
 
         Raises:
-            ChannelError, TensorError: as ``wait``.
+            RuntimeError, ChannelError, TensorError: as ``wait``.
         """
+        self._check_started()
         yield from self._coordinator.epochs()
 
     def wait(self, timeout: float | None = None) -> LocalResult:
@@ -214,13 +221,19 @@ class LocalCluster:
             timeout: seconds to wait, None for no limit.
 
         Raises:
+            RuntimeError: it has not started.
             TimeoutError: it is not in ``timeout`` seconds; wait again, or leave the ``with``.
             ChannelError: the run cannot go on: ranks did not come, one left before all were there, or none is left;
                 ChannelClosed where the ``with`` was left before its end, HandshakeError where ranks tell different
                 signatures of their models.
             TensorError: ranks whose tensors do not match each other's; the message names the rank.
         """
+        self._check_started()
         return self._coordinator.wait(timeout)
+
+    def _check_started(self) -> None:
+        if not self._threads:
+            raise RuntimeError("the cluster has not started, which it does with `with`")
 
     def stop(self, *, save: bool = False) -> None:
         """End the run early: ranks leave as after its last epoch, and who has not come yet finds the ports closed.

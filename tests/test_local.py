@@ -755,6 +755,24 @@ def test_environment():
             cluster.environment(3)
 
 
+def test_a_cluster_that_has_not_started():
+    cluster = LocalCluster(3, samples=3, batch=1, epochs=1)
+    with pytest.raises(RuntimeError, match=r"no port yet: call environment\(\) inside its `with`"):
+        cluster.environment(0)
+    for wait in (lambda: cluster.wait(WAIT), lambda: next(cluster.epochs())):
+        with pytest.raises(RuntimeError, match="has not started, which it does with `with`"):
+            wait()
+    named = LocalCluster(3, samples=3, batch=1, epochs=1, port=7000)
+    assert Environment.read(named.environment(2)).controller == ("127.0.0.1", 7000)
+
+
+@pytest.mark.parametrize("wrong", [2.5, "2", None, True])
+@pytest.mark.parametrize("name", ["world", "samples", "batch", "epochs", "evaluate_every", "checkpoint_every"])
+def test_numbers_that_are_no_integers(name, wrong):
+    with pytest.raises(TypeError, match=f"^{name}: expected an integer, got {type(wrong).__name__} "):
+        LocalCluster(**{"world": 1, "samples": 1, "batch": 1, "epochs": 1, name: wrong})
+
+
 def test_worker_from_the_environment():
     def life(rank: int, route: str) -> np.ndarray:
         params = [np.full(4, rank, f32)]
