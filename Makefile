@@ -52,7 +52,7 @@ test: $(VENV)/.with-test ## the whole suite, then again with the portable kernel
 test-kernels: $(VENV)/.with-test ## the suite with the portable kernels
 	FLODL_FAST_SHA256=portable FLODL_FAST_FOLD=portable $(BIN)/python -m pytest
 
-test-pythons: $(VENV)/.with-dev ## one wheel for each CPython 3.10 to 3.13 found here, tried with NumPy 1.26 and the newest
+test-pythons: $(VENV)/.with-dev ## one wheel for each CPython 3.10 to 3.14 found here, tried with NumPy 1.26 and the newest
 	$(BIN)/python scripts/test_pythons.py
 
 test-frameworks: export VENV_FLAGS = --system-site-packages
@@ -130,13 +130,16 @@ bench-gate: $(VENV)/.with-bench ## compare the working tree's speeds with a revi
 	@test -n "$(BASE)" || { echo 'Name the revision to compare with: make bench-gate BASE=HEAD~1' >&2; exit 1; }
 	$(BIN)/python -m benchmarks.gate --base $(BASE)
 
-lint: $(VENV)/.with-dev ## ruff, mypy, pyright, the stubs against the compiled modules, the workflows
+lint: $(VENV)/.with-dev ## ruff; mypy and pyright, also on what the pages show; the stubs against the modules; the workflows
 	$(BIN)/ruff check .
+	$(BIN)/python tests/test_docs.py build/examples
 	$(BIN)/mypy
+	$(BIN)/mypy --allow-untyped-defs --allow-untyped-calls build/examples
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/python -m mypy.stubtest flodl_fast._codec flodl_fast._round
 	$(BIN)/yamllint --strict .github mkdocs.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --offline --quiet .github
 
 docs: $(VENV)/.with-docs ## the documentation site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict # with --quiet it would count no warning

@@ -244,6 +244,26 @@ def host_frame(nbytes: int, together: bool) -> Work:
     return Work(lambda tag: tag == expected[17:25], one if together else two)
 
 
+def host_frame_read(nbytes: int, together: bool) -> Work:
+    """The way back, into the caller's array: both MACs checked in one pass or one after the other."""
+    tensor = model(nbytes)
+    layout = ff.TensorLayout.of([tensor])
+    buffer = touched(25 + layout.frame_size)
+    layout.encode_record(CODEC, [tensor], ff.RoundKind.MODEL, WEIGHT, ff.MuxKind.BROADCAST, buffer)
+    frame, covered = memoryview(buffer)[25:], memoryview(buffer)[8:]
+    out = np.ones_like(tensor)
+
+    def one() -> object:
+        return layout.decode_into(CODEC, buffer, [out], record=ff.MuxKind.BROADCAST)
+
+    def two() -> object:
+        CODEC.mac(covered)
+        return layout.decode_into(CODEC, frame, [out])
+
+    right = (ff.RoundKind.MODEL, WEIGHT)
+    return Work(lambda got: got == right and np.array_equal(out, tensor), one if together else two)
+
+
 def threads(nbytes: int, workers: int) -> Work:
     """Two rounds of so many bytes each, encoded by so many threads."""
     tensors = [model(nbytes), model(nbytes)]
@@ -426,6 +446,10 @@ ROWS: tuple[Row, ...] = (
     _big(
         "host_frame", "64 MiB round inside its mux record", partial(host_frame, together=True), memory=0,
         goals={"two passes": 1.6}, rivals={"two passes": partial(host_frame, BIG, False)},
+    ),
+    _big(
+        "host_frame_read", "read a 64 MiB round inside its mux record", partial(host_frame_read, together=True),
+        memory=0, goals={"two passes": 1.6}, rivals={"two passes": partial(host_frame_read, BIG, False)},
     ),
     _big(
         "threads", "two rounds of 64 MiB by two threads", partial(threads, workers=2),

@@ -6,6 +6,7 @@ pip install 'flodl_fast[jax,demo]' && python examples/jax_digits.py
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,13 @@ WORLD, BATCH, EPOCHS, HELD_OUT, RATE, TARGET = 3, 16, 15, 360, 0.1, 0.95
 SHAPES = [("hidden", (64, 64)), ("out", (64, 10))]
 
 
-def forward(tree, images):
+def forward(tree: Any, images: jax.Array) -> jax.Array:
     hidden = jax.nn.relu(images @ tree["hidden"]["w"] + tree["hidden"]["b"])
     return hidden @ tree["out"]["w"] + tree["out"]["b"]
 
 
 @jax.jit
-def update(tree, images, labels):
+def update(tree: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
     """One step of SGD: the new tree, and the loss before."""
     wanted = jax.nn.one_hot(labels, 10)
     value, gradient = jax.value_and_grad(lambda t: -(jax.nn.log_softmax(forward(t, images)) * wanted).mean() * 10)(tree)
@@ -48,12 +49,12 @@ def train() -> None:
             worker.log("accuracy", (forward(model.tree, images[held_out]).argmax(1) == labels[held_out]).mean())
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] == ["rank"]:
-        sys.exit(train())
-    with ff.LocalCluster(WORLD, len(load_digits().target) - HELD_OUT, BATCH, EPOCHS) as cluster:
+if __name__ == "__main__" and sys.argv[1:] == ["rank"]:
+    train()
+elif __name__ == "__main__":
+    with ff.LocalCluster(WORLD, len(load_digits(return_X_y=True)[1]) - HELD_OUT, BATCH, EPOCHS) as cluster:
         command = [sys.executable, __file__, "rank"]
         ranks = [subprocess.Popen(command, env={**os.environ, **cluster.environment(r)}) for r in range(WORLD)]
         for epoch in cluster.epochs():
             print(f"epoch {epoch.epoch}: loss {epoch.avg_loss:.4f}, held-out {epoch.scalars['accuracy']:.1%}")
-    sys.exit({rank.wait() for rank in ranks} != {0} or epoch.scalars["accuracy"] < TARGET)
+    sys.exit({rank.wait() for rank in ranks} != {0} or cluster.wait().epochs[-1].scalars["accuracy"] < TARGET)

@@ -44,13 +44,13 @@ def train() -> None:
             worker.log("accuracy", (found == labels[held_out]).float().mean().item())
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] == ["rank"]:
-        sys.exit(train())
-    samples = len(load_digits().target) - HELD_OUT
+if __name__ == "__main__" and sys.argv[1:] == ["rank"]:
+    train()
+elif __name__ == "__main__":
+    samples = len(load_digits(return_X_y=True)[1]) - HELD_OUT
     with ff.LocalCluster(WORLD, samples, BATCH, EPOCHS) as cluster:
         command = [sys.executable, __file__, "rank"]
         ranks = [subprocess.Popen(command, env={**os.environ, **cluster.environment(r)}) for r in range(WORLD)]
         for epoch in cluster.epochs():
             print(f"epoch {epoch.epoch}: loss {epoch.avg_loss:.4f}, held-out {epoch.scalars['accuracy']:.1%}")
-    sys.exit({rank.wait() for rank in ranks} != {0} or epoch.scalars["accuracy"] < TARGET)
+    sys.exit({rank.wait() for rank in ranks} != {0} or cluster.wait().epochs[-1].scalars["accuracy"] < TARGET)

@@ -90,3 +90,4 @@ cdef class FrameCodec:
     cdef void sign_pair(self, uint8_t* a, uint8_t* b) noexcept
     @cython.final
     cdef Py_ssize_t measure_mux(self, const uint8_t* p, Py_ssize_t n) except -1
+    cdef object enter_record(self, Input source, bint strict, uint8_t* inner)

@@ -1,10 +1,10 @@
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 from typing_extensions import Buffer, Self, disjoint_base
 
-from .messages import Message, RelayMsg
+from .messages import ControlMsg, JoinMsg, Message, MetricsMsg, RelayMsg, RendezvousMsg, Reserved, TimingMsg
 from .protocol import MsgKind, MuxKind, Revision
 
 __all__ = ["FrameCodec", "check_values", "family_name", "is_strict", "plain_number", "sha256_kernel", "whole_number"]
@@ -41,6 +41,37 @@ class FrameCodec:
     def encode_into(self, message: Message, buffer: Buffer, offset: int = 0) -> int: ...
     def encode_payload(self, message: Message | RelayMsg) -> bytes: ...
     def decode(self, frame: Buffer, *, trailing: str = "ignore") -> Message: ...
+    @overload
+    def decode_payload(
+        self, kind: Literal[MsgKind.CONTROL, "Control"], payload: Buffer, *, trailing: str = "ignore"
+    ) -> ControlMsg: ...
+    @overload
+    def decode_payload(
+        self, kind: Literal[MsgKind.TIMING, "Timing"], payload: Buffer, *, trailing: str = "ignore"
+    ) -> TimingMsg: ...
+    @overload
+    def decode_payload(
+        self, kind: Literal[MsgKind.METRICS, "Metrics"], payload: Buffer, *, trailing: str = "ignore"
+    ) -> MetricsMsg: ...
+    @overload
+    def decode_payload(
+        self, kind: Literal[MsgKind.RENDEZVOUS, "Rendezvous"], payload: Buffer, *, trailing: str = "ignore"
+    ) -> RendezvousMsg: ...
+    @overload
+    def decode_payload(
+        self, kind: Literal[MsgKind.JOIN, "Join"], payload: Buffer, *, trailing: str = "ignore"
+    ) -> JoinMsg: ...
+    @overload
+    def decode_payload(self, kind: Literal["Relay"], payload: Buffer, *, trailing: str = "ignore") -> RelayMsg: ...
+    @overload
+    def decode_payload(
+        self,
+        kind: Literal[MsgKind.PARAM_SNAPSHOT_META, MsgKind.HEARTBEAT],
+        payload: Buffer,
+        *,
+        trailing: str = "ignore",
+    ) -> Reserved: ...
+    @overload
     def decode_payload(self, kind: MsgKind | int | str, payload: Buffer, *, trailing: str = "ignore") -> Any: ...
     def measure_frame(self, buffer: Buffer, offset: int = 0) -> int | None: ...
     def take_frame(self, buffer: Buffer, offset: int, prefixed: bool, strict: bool) -> tuple[Message, int] | None: ...

@@ -191,7 +191,7 @@ cdef class Table:
         for name, (kind, union) in _messages.PAYLOADS.items():
             variants = []
             for cls, since in variants_of(union):
-                if since is None or not revision < since:
+                if since is None or revision >= since:
                     variants.append(cls)
                 else:
                     self.newer[cls] = since
@@ -447,7 +447,8 @@ cdef int make_room(Writer* w, Py_ssize_t room) except -1:
 
 cdef inline Py_ssize_t foresee(Py_ssize_t used, Py_ssize_t done, Py_ssize_t whole) noexcept:
     """The room that the whole will take, and a little more, where a part of it is done; within what is sane."""
-    return min(used * whole // done // 16 * 17, max(16 * used, 64 << 20)) + 1024
+    # In floating point: of many gigabytes the product would not fit in 64 bits.
+    return <Py_ssize_t>min(1.0625 * used * whole / done, <double>max(16 * used, 64 << 20)) + 1024
 
 
 cdef inline int reserve(Writer* w, Py_ssize_t n) except -1:
@@ -1177,8 +1178,9 @@ cdef class FrameCodec:
         raise TypeError("a Codec is not pickled, as it holds the salt: make one where it is needed")
 
     def __repr__(self):
+        lenient = ", lenient=True" if self.lenient else ""
         return (f"{type(self).__name__}(<salt>, revision={self.revision.value!r}, max_payload={self.max_payload}, "
-                f"max_tensors={self.max_tensors}, frame_ceiling={self.frame_ceiling})")
+                f"max_tensors={self.max_tensors}, frame_ceiling={self.frame_ceiling}{lenient})")
 
     # -- MAC
 
@@ -1462,6 +1464,7 @@ cdef class FrameCodec:
         cdef uint8_t scratch[SCRATCH]
         cdef Writer w
         cdef Py_ssize_t at, waiting = -1, i = 0, listed = len(messages) if type(messages) is list else 0
+        cdef bint writing = False           # not asking the caller's iterable, whose errors are its own
         begin(&w, scratch)
         try:
             for message in messages:
@@ -1471,7 +1474,9 @@ cdef class FrameCodec:
                     reserve(&w, 4)
                     w.p += 4
                 at = w.p - w.start
+                writing = True
                 self.write_frame(&w, message)
+                writing = False
                 if prefixed:
                     ff_store32(w.start + at - 4, <uint32_t>(w.p - w.start - at))
                 # Two tags at a time: their hashing interleaves.
@@ -1487,7 +1492,8 @@ cdef class FrameCodec:
             return finish(&w)
         except (EncodeError, TypeError) as error:
             Py_XDecRef(w.owner)
-            error.args = (f"message {i}: {error}",)
+            if writing:
+                error.args = (f"message {i}: {error}",)
             raise
         except:
             Py_XDecRef(w.owner)
@@ -1635,8 +1641,18 @@ cdef class FrameCodec:
         """
         cdef Input source = Input(buffer)
         cdef const uint8_t* p = source.data
-        cdef Py_ssize_t size = self.measure_mux(p, source.n)
-        cdef ff_mac_stream stream
+        kind = self.enter_record(source, is_strict(trailing), NULL)
+        return kind, ff_load32(p + 9), PyBytes_FromStringAndSize(<const char*>source.data, source.n)
+
+    cdef object enter_record(self, Input source, bint strict, uint8_t* inner):
+        """The MuxKind of the mux record that a buffer starts with, its MAC checked; what is left is its payload.
+
+        In the same pass ``inner``, unless it is NULL, becomes the tag of all but the payload's last 8 bytes, which are
+        that tag where the payload is a round frame.
+        """
+        cdef const uint8_t* p = source.data
+        cdef Py_ssize_t size = self.measure_mux(p, source.n), taken = 0
+        cdef ff_mac_stream stream, frame
         cdef uint8_t expected[8]
         if size == 0:
             raise TruncatedError(f"a mux record's header takes {MUX_HEADER} bytes, got {source.n}")
@@ -1645,7 +1661,12 @@ cdef class FrameCodec:
         with nogil:
             ff_mac_begin(&stream, &self.secret)
             ff_mac_update(&stream, p, 17)
-            ff_mac_update(&stream, p + MUX_HEADER, size - MUX_HEADER)
+            if inner is not NULL:
+                taken = max(0, size - MUX_HEADER - 8)
+                ff_mac_begin(&frame, &self.secret)
+                ff_mac_update_pair(&frame, &stream, p + MUX_HEADER, taken)
+                ff_mac_end(&frame, &self.secret, inner)
+            ff_mac_update(&stream, p + MUX_HEADER + taken, size - MUX_HEADER - taken)
             ff_mac_end(&stream, &self.secret, expected)
         if not ff_mac_equal(expected, p + 17):
             raise AuthenticationError("the MAC of a mux record does not hold: another salt, or changed bytes")
@@ -1653,9 +1674,11 @@ cdef class FrameCodec:
             kind = MuxKind(p[8])
         except ValueError:
             raise UnknownKindError(f"mux record kind {p[8]}, known are 1 to {len(MuxKind)}") from None
-        if is_strict(trailing) and source.n > size:
+        if strict and source.n > size:
             raise TrailingDataError(f"{source.n - size} extra bytes after a mux record of {size}")
-        return kind, ff_load32(p + 9), PyBytes_FromStringAndSize(<const char*>p + MUX_HEADER, size - MUX_HEADER)
+        source.data += MUX_HEADER
+        source.n = size - MUX_HEADER
+        return kind
 
 
 cdef object bad_mac(uint32_t kind):

@@ -21,7 +21,6 @@ __all__ = [
     "fold_kernel",
     "is_divided",
     "kind_of",
-    "sum_tensors",
 ]
 
 @disjoint_base
@@ -96,7 +95,13 @@ class TensorLayout:
         self, codec: FrameCodec, arrays: Iterable[Any], kind: RoundKind | int, weight: float
     ) -> list[memoryview]: ...
     def decode_into(
-        self, codec: FrameCodec, buffer: Buffer, arrays: Iterable[Any], *, trailing: str = "ignore"
+        self,
+        codec: FrameCodec,
+        buffer: Buffer,
+        arrays: Iterable[Any],
+        *,
+        record: MuxKind | int | None = None,
+        trailing: str = "ignore",
     ) -> tuple[RoundKind, float]: ...
     def _repr_html_(self) -> str: ...
     def __len__(self) -> int: ...
@@ -130,8 +135,14 @@ def fold_frames(
 def is_divided(kind: RoundKind, weight: float) -> bool: ...
 def kind_of(frame: Any, name: Any) -> RoundKind: ...
 def decode_round(
-    codec: FrameCodec, buffer: Buffer, copy: bool, out: Iterable[Any] | None, keep: bool, finite: bool, trailing: str
+    codec: FrameCodec,
+    buffer: Buffer,
+    copy: bool,
+    out: Iterable[Any] | None,
+    keep: bool,
+    finite: bool,
+    record: MuxKind | int | None,
+    trailing: str,
 ) -> tuple[list[Any], RoundKind, float]: ...
 def first_nonfinite(tensor: np.ndarray | Elided) -> tuple[int, float] | None: ...
-def sum_tensors(frames: Sequence[Iterable[Any]], ranks: Sequence[Any], scale: float | None) -> list[Any]: ...
 def fold_kernel() -> tuple[str, list[str]]: ...

@@ -4,7 +4,6 @@ A frame is written, or copied out of, in one pass over its tensors, the MAC in s
 C-contiguous are reached through their own memory; any other layout goes through NumPy.
 """
 
-import operator
 import os
 
 import ml_dtypes
@@ -24,7 +23,6 @@ __all__ = [
     "fold_kernel",
     "is_divided",
     "kind_of",
-    "sum_tensors",
 ]
 
 cimport cython
@@ -398,7 +396,7 @@ cdef class TensorLayout:
         Raises:
             DecodeError: as ``Codec.decode_round``.
         """
-        cdef Input source = Input(buffer)
+        cdef Framed source = Framed(buffer)
         cdef TensorLayout layout = read_layout(codec, source, is_strict(trailing))
         cdef Py_ssize_t i
         cdef uint8_t* p
@@ -574,13 +572,15 @@ cdef class TensorLayout:
             PyMem_Free(pieces)
         return buffers
 
-    def decode_into(self, FrameCodec codec not None, buffer, arrays, *, trailing="ignore"):
+    def decode_into(self, FrameCodec codec not None, buffer, arrays, *, record=None, trailing="ignore"):
         """Decode a frame of this layout into these arrays; on any error they are as they were.
 
         Args:
             codec: the Codec.
             buffer: any contiguous buffer that starts with the frame.
-            arrays: writable arrays of the layout's dtypes and shapes; float32 where it has bfloat16 takes that widened.
+            arrays: writable arrays of the layout's dtypes and shapes, none on another's memory; float32 where it has
+                bfloat16 takes that widened.
+            record: as ``Codec.decode_round``.
             trailing: as ``Codec.decode``.
 
         Tensors that the frame elides become zeros.
@@ -592,9 +592,10 @@ cdef class TensorLayout:
             DecodeError: as ``Codec.decode_round``; TensorError where the frame or the arrays have another layout.
             TypeError, ValueError: an array of another dtype, or one that is read-only.
         """
-        cdef Input source = Input(buffer)
+        cdef Framed source = Framed(buffer)
         cdef tuple targets = arrays_of(arrays)
         cdef TensorLayout found = self
+        source.enter(codec, record, is_strict(trailing))
         if self.fits(codec, source):
             check_round_mac(codec, source, self.size, is_strict(trailing))
         else:
@@ -651,7 +652,7 @@ cdef class Elided:
 
     Raises:
         ValueError: dimensions that no frame can give, or another dtype.
-        TypeError: a shape that is no sequence of integers.
+        TypeError: a shape that is no sequence of integers; a bool is none.
     """
 
     cdef readonly tuple shape
@@ -659,9 +660,9 @@ cdef class Elided:
     cdef int code
 
     def __cinit__(self, shape, dtype="f32"):
-        self.shape = tuple([operator.index(dim) for dim in shape])
-        if len(self.shape) > 255 or not all(0 <= dim <= 0xFFFFFFFF for dim in self.shape):
-            raise ValueError(f"a frame gives at most 255 dimensions from 0 to 2**32 - 1, got {self.shape}")
+        self.shape = tuple([whole_number(dim, f"dimension {i}", 0, 0xFFFFFFFF) for i, dim in enumerate(shape)])
+        if len(self.shape) > 255:
+            raise ValueError(f"a frame gives at most 255 dimensions, got {len(self.shape)}")
         if dtype not in DTYPE_CODES:
             raise ValueError(f'the dtype of an elided tensor is "f32" or "bf16", got {dtype!r}')
         self.dtype, self.code = dtype, DTYPE_CODES[dtype]
@@ -1175,15 +1176,37 @@ cdef int compose(FrameCodec codec, TensorLayout layout, tuple arrays, Piece* pie
 # ----------------------------------------------------------------------------------------------------------- decode
 
 
-cdef int check_round_mac(FrameCodec codec, Input source, Py_ssize_t size, bint strict) except -1:
-    if not codec.holds(source.data, size - TAG, source.data + size - TAG):
+cdef class Framed(Input):
+    """A buffer that starts with a round frame, or with a mux record around one."""
+
+    cdef uint8_t tag[TAG]
+    cdef Py_ssize_t tagged              # how large the frame is whose tag that is; 0 without one
+
+    cdef int enter(self, FrameCodec codec, record, bint strict) except -1:
+        """Check the record around the frame, of this kind, and go on with its payload; None where there is none.
+
+        A record holds its frame and nothing else, as a rule: the frame's tag is computed in the same pass.
+        """
+        if record is None:
+            return 0
+        expected = MuxKind(record)
+        kind = codec.enter_record(self, strict, self.tag)
+        if kind is not expected:
+            raise UnknownKindError(f"a {kind.name} record where a {expected.name} one was expected")
+        self.tagged = self.n
+        return 0
+
+
+cdef int check_round_mac(FrameCodec codec, Framed source, Py_ssize_t size, bint strict) except -1:
+    cdef const uint8_t* tag = source.data + size - TAG
+    if not (ff_mac_equal(source.tag, tag) if size == source.tagged else codec.holds(source.data, size - TAG, tag)):
         raise AuthenticationError("the MAC of a round frame does not hold: another salt, or changed bytes")
     if strict and source.n > size:
         raise TrailingDataError(f"{source.n - size} extra bytes after a round frame of {size}")
     return 0
 
 
-cdef TensorLayout read_layout(FrameCodec codec, Input source, bint strict):
+cdef TensorLayout read_layout(FrameCodec codec, Framed source, bint strict):
     """The layout of an authentic frame whose every tensor is one that this revision has."""
     cdef TensorLayout layout = TensorLayout()
     cdef Walk w = Walk(0, 0, 0, 0)
@@ -1279,18 +1302,21 @@ cdef int spread(const Tensor* t, const uint8_t* data, array, bint converts) exce
     return 0
 
 
-def decode_round(FrameCodec codec not None, buffer, bint copy, out, bint keep, bint finite, trailing):
+def decode_round(FrameCodec codec not None, buffer, bint copy, out, bint keep, bint finite, record, trailing):
     """(tensors, kind, weight) of the round frame at the start of a buffer; ``Codec.decode_round`` says the rest."""
     # What keeps the buffer alive is what was read: one that exports itself anew each time may give other memory then.
     cdef object owner = None if copy else PyMemoryView_FromObject(buffer)
-    cdef Input source = Input(buffer if copy else owner)
+    cdef Framed source = Framed(buffer if copy else owner)
     cdef list given = None if out is None else list(out)
     cdef tuple targets = None if out is None else arrays_of(given)
-    cdef TensorLayout layout = read_layout(codec, source, is_strict(trailing))
-    cdef const uint8_t* p = source.data
+    cdef TensorLayout layout
+    cdef const uint8_t* p
     cdef const uint8_t* data
     cdef Py_ssize_t i, bad
-    cdef list tensors
+    cdef bint strict = is_strict(trailing)
+    source.enter(codec, record, strict)
+    layout = read_layout(codec, source, strict)
+    p = source.data
     if finite:
         for i in range(layout.count):
             data = p + layout.tensors[i].data
@@ -1368,23 +1394,19 @@ cdef object too_much(Py_ssize_t i, const uint8_t* head, error):
 # ------------------------------------------------------------------------------------------------------------- fold
 
 
-def sum_tensors(frames, ranks, scale):
+cdef list sum_rows(list rows, ranks, scale):
     """The element-wise sum of several frames' tensors, in float32, from +0.0 on, frame by frame.
 
     Sums of bfloat16 are rounded to it, and once more where they are scaled. A tensor that all frames elide stays so.
 
     Args:
-        frames: a list of lists of tensors that agree in count, dtypes and shapes.
+        rows: for each frame its tensors, which must agree in count, dtypes and shapes.
         ranks: what to call each frame in an error.
         scale: a factor for each sum, rounded to float32 first; None for none.
 
     Raises:
         TensorError: the frames do not match; the message names frame, tensor and what differs.
     """
-    return sum_rows([arrays_of(tensors, True) for tensors in frames], ranks, scale)
-
-
-cdef list sum_rows(list rows, ranks, scale):
     cdef Py_ssize_t i, j, k, count = len(rows[0])
     cdef const uint8_t** inputs
     cdef cnp.ndarray array
@@ -1482,7 +1504,7 @@ cdef inline void add_values(float* sums, const uint8_t* values, size_t n, bint h
 
 @cython.auto_pickle(False)
 cdef class TensorSums:
-    """The sums of frames' tensors that come one frame after the other; the same bits as ``sum_tensors`` gives.
+    """The sums of frames' tensors that come one frame after the other; the same bits as ``fold_frames`` gives.
 
     Args:
         tensors: those of the first frame.
@@ -1501,7 +1523,7 @@ cdef class TensorSums:
         """Add the tensors of one more frame; nothing is added where they do not match.
 
         Raises:
-            TensorError: as ``sum_tensors``; the names are what to call this frame and the first.
+            TensorError: as ``fold_frames``; the names are what to call this frame and the first.
         """
         cdef tuple arrays = arrays_of(tensors, True)
         check_match(arrays, name, tuple(self.totals), first_name, self.codes)
@@ -1538,7 +1560,7 @@ cdef class TensorSums:
         return 0
 
     def result(self, scale):
-        """The sums as ``sum_tensors`` gives them; nothing may be added after that."""
+        """The sums as ``fold_frames`` gives them; nothing may be added after that."""
         cdef cnp.ndarray total, narrow
         cdef uint8_t* to
         cdef size_t n
@@ -1622,7 +1644,7 @@ def fold_frames(cls, list frames, ranks, bint finite, bint divide):
         divide: multiply the sums of a MODEL frame by ``float32(1 / weight)``.
 
     Raises:
-        As ``check_frame`` and ``sum_tensors``.
+        As ``check_frame``; TensorError also where the frames' tensors do not match, with frame, tensor and what differs.
     """
     cdef double weight = -0.0   # from there on, for weights that are all -0.0 sum to -0.0 in the crate, unlike tensors
     cdef list rows = []

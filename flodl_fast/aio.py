@@ -385,7 +385,9 @@ class DataChannel(_Channel):
                 if self._coming is None:
                     self._coming = self._link.begin(self._rounds.receive(None, self.deadlines.starvation))
                 if not (await asyncio.wait({self._coming}, timeout=timeout))[0]:
-                    raise net.Elapsed("no frame came in time")
+                    if not self._rounds.begun:
+                        raise net.Elapsed("no frame came in time")
+                    await asyncio.wait({self._coming})
                 came, self._coming = self._coming, None
                 message = came.result()
                 return self._rounds.take() if message is None else message

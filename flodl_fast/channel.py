@@ -39,6 +39,7 @@ T = TypeVar("T")
 Self = TypeVar("Self", bound="_Channel")
 
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
+_LONGEST = 2_000_000.0  # seconds, 23 days: the system takes no longer wait
 
 
 class _Link(net.Link):
@@ -99,7 +100,7 @@ class _Link(net.Link):
     def _ready(self, event: int, wait: float | None) -> bool:
         with _Selector() as selector:
             selector.register(self._sock, event)
-            return bool(selector.select(wait))
+            return bool(selector.select(None if wait is None else min(wait, _LONGEST)))
 
     def run(self, steps: Steps[T]) -> T:
         """Carry out a conversation; what it returns."""
@@ -254,7 +255,7 @@ class ControlChannel(_MessageChannel):
 
         Args:
             address: (host, port), dialled until it answers or the attempts are spent; or a connected socket, which
-                the channel owns from here on, failure included.
+                the channel owns from the handshake on, its failure included.
             codec: the Codec of the cluster.
             rank: the rank to be.
             world: the number of ranks of the cluster.

@@ -125,8 +125,9 @@ def count(text: str) -> int:
 
 def _encode(args: argparse.Namespace) -> int:
     def answer(case: dict[str, Any]) -> dict[str, Any]:
+        _need(case, "salt", "kind", "msg")
         codec = _codec(_text(case, "salt"), args.revision)
-        frame = codec.encode(from_json(_text(case, "kind"), case.get("msg"), revision=args.revision))
+        frame = codec.encode(from_json(_text(case, "kind"), case["msg"], revision=args.revision))
         return {"payload": frame[CONTROL_HEADER:].hex(), "frame": frame.hex()}
 
     return _answer_lines(answer)
@@ -134,6 +135,7 @@ def _encode(args: argparse.Namespace) -> int:
 
 def _decode(args: argparse.Namespace) -> int:
     def answer(case: dict[str, Any]) -> dict[str, Any]:
+        _need(case, "salt", "frame")
         codec = _codec(_text(case, "salt"), args.revision)
         frame = _bytes(case, "frame")
         if len(frame) < CONTROL_HEADER:
@@ -153,10 +155,16 @@ def _codec(salt: str, revision: str) -> Codec:
     return Codec(salt, revision)
 
 
+def _need(case: dict[str, Any], *names: str) -> None:
+    lacking = [name for name in names if name not in case]
+    if lacking:
+        raise ValueError(f"a line has {', '.join(names)}; this one lacks {', '.join(lacking)}")
+
+
 def _text(case: dict[str, Any], name: str) -> str:
-    value = case.get(name)
+    value = case[name]
     if not isinstance(value, str):
-        raise ValueError(f"{name} must be text")
+        raise ValueError(f"{name} must be text, got {type(value).__name__}")
     return value
 
 

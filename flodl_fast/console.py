@@ -15,7 +15,7 @@ to_text = json.JSONEncoder(allow_nan=False).encode
 
 
 def rich_console() -> Any | None:
-    """rich's Console for standard output; None where that is no terminal or rich is not installed."""
+    """rich's Console for standard output; None where that is no terminal that can draw or rich is not installed."""
     if not sys.stdout.isatty():
         return None
     try:
@@ -23,7 +23,8 @@ def rich_console() -> Any | None:
     except ImportError:
         _hint()
         return None
-    return Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)
+    return None if console.is_dumb_terminal else console
 
 
 @cache

@@ -8,7 +8,7 @@ that it was given.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Union, cast, get_args
+from typing import TypeVar, Union, cast, get_args
 
 from . import messages as wire
 from ._codec import check_values, plain_number
@@ -81,12 +81,13 @@ InProcessControlMsg = Union[
     wire.StageAdvisory,
 ]
 
+_Timing = TypeVar("_Timing", bound=InProcessTimingMsg)
 _TIMING = get_args(InProcessTimingMsg)
 _CONTROL = get_args(wire.ControlMsg)
 _TARGETED = (wire.Checkpoint, wire.ExecuteEvalCallback, wire.SaveConsensusModel)
 
 
-def timing_msg_to_wire(message: InProcessTimingMsg) -> wire.TimingMsg:
+def timing_msg_to_wire(message: _Timing) -> _Timing:
     """The wire form of an in-process Timing message: the same object, checked.
 
     Args:
@@ -100,7 +101,7 @@ def timing_msg_to_wire(message: InProcessTimingMsg) -> wire.TimingMsg:
     if not isinstance(message, _TIMING):
         raise TypeError(f"{type(message).__name__} is not an in-process Timing message")
     check_values(message)
-    return cast(wire.TimingMsg, message)
+    return message
 
 
 def control_wire_to_msg(message: wire.ControlMsg) -> InProcessControlMsg | None:

@@ -432,9 +432,10 @@ def _table(recipe: Recipe, tap: Tap) -> Callable[[int, float, float], None]:
         nonlocal last
         messages, size, converting, seconds = (now := tap.totals()) - last
         last = now
+        share = converting / seconds if seconds else 0.0  # Two epochs may be told at once, with no message between.
         print(
             f"{f'{number + 1}/{recipe.epochs}':>7} {loss:>8.4f} {held_out:>9.1%} {messages:>9,.0f} {size:>11,.0f}"
-            f" {converting / seconds:>11.1%}",
+            f" {share:>11.1%}",
             flush=True,
         )
 

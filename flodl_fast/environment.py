@@ -175,7 +175,7 @@ def _need(environ: Mapping[str, str], name: str) -> str:
 def _unpack(text: str) -> Any:
     try:
         return json.loads(bytes.fromhex(text))
-    except ValueError as error:  # of hex, of UTF-8 and of JSON alike
+    except (ValueError, RecursionError) as error:  # of hex, of UTF-8 and of JSON alike
         what = f"{type(error).__name__} in {len(text)} characters"
     # Not in the handler: the error holds the whole text, salt included, and would come along as the context.
     raise ValueError(f"{CLUSTER} is not the hex of a JSON object ({what})")
@@ -193,7 +193,10 @@ def _salt(envelope: _Fields) -> bytes:
         return bytes(SALT_SIZE)
     if not isinstance(text, str):
         raise ValueError(f"{CLUSTER}: salt must be text")
-    return parse_salt(text)
+    try:
+        return parse_salt(text)
+    except ValueError as error:
+        raise ValueError(f"{CLUSTER}: {error}") from None
 
 
 def _device(environ: Mapping[str, str], worker: _Fields, index: int, count: int) -> int:

@@ -153,6 +153,7 @@ class Codec(FrameCodec):
         out: Iterable[Any] | None = None,
         elided: str = "zeros",
         finite: bool = False,
+        record: MuxKind | int | None = None,
         trailing: str = "ignore",
     ) -> RoundFrame:
         """The round frame at the start of a buffer.
@@ -162,18 +163,22 @@ class Codec(FrameCodec):
             copy: True gives new, aligned, writable arrays, of float32 or ``ml_dtypes.bfloat16``. False gives read-only
                 views that keep the buffer alive and, a bytearray, from being resized; wire data is rarely aligned,
                 ``flags.aligned`` tells.
-            out: writable arrays of the frame's dtypes and shapes to decode into, which become the frame's tensors; a
-                float32 array takes a bfloat16 tensor widened. On any error they are as they were.
+            out: writable arrays of the frame's dtypes and shapes to decode into, none on another's memory, which become
+                the frame's tensors; a float32 array takes a bfloat16 tensor widened. On an error they are as they were.
             elided: what becomes of tensors that came without data (0.8 on): "zeros", or "keep" for an Elided.
             finite: refuse a NaN or an infinity.
+            record: a MuxKind, HOST_FRAME or BROADCAST, where the buffer starts with such a mux record and the frame is
+                its payload. Both MACs are checked in one pass, which takes little longer than one of them.
             trailing: as ``decode``; what may be left is after the frame.
 
         Raises:
             DecodeError: TruncatedError, BadMagicError, LimitError, UnknownKindError, TensorError (for the weight),
                 AuthenticationError, TrailingDataError, TensorError (for the tensors: a shape that its bytes do not
                 fill, or a dtype or elision that this revision does not have), LimitError (for elided zeros above
-                ``frame_ceiling``), in this order of checks.
-            TypeError, ValueError: arrays in ``out`` that cannot be written, or keywords that contradict each other.
+                ``frame_ceiling``), in this order of checks; before them, with ``record``, those of ``decode_mux`` and
+                an UnknownKindError where it is of another kind.
+            TypeError, ValueError: arrays in ``out`` that cannot be written, a ``record`` that is no MuxKind, or
+                keywords that contradict each other.
         """
         if elided not in ("zeros", "keep"):
             raise ValueError(f'elided must be "zeros" or "keep", got {elided!r}')
@@ -181,7 +186,7 @@ class Codec(FrameCodec):
             raise ValueError(f"{'elided=keep' if copy else 'copy=False'} and out= contradict each other")
         frame = RoundFrame(())
         frame.tensors, frame.kind, frame.weight = _round.decode_round(
-            self, buffer, copy, out, elided == "keep", finite, trailing
+            self, buffer, copy, out, elided == "keep", finite, record, trailing
         )
         return frame
 
@@ -226,7 +231,7 @@ class Codec(FrameCodec):
         """
         kind, rank, payload = self.open_record(buffer, trailing=trailing)
         if kind is MuxKind.CONTROL:
-            payload = self.decode_payload("Relay", payload, trailing=trailing)
+            return MuxRecord(kind, rank, self.decode_payload("Relay", payload, trailing=trailing))
         return MuxRecord(kind, rank, payload)
 
     # -- handshakes

@@ -19,7 +19,7 @@ from ._round import Elided, RoundMeter
 from .capture import Direction, Source
 from .errors import BadMagicError, DecodeError, LimitError, TrailingDataError, TruncatedError, VersionMismatchError
 from .frames import Codec
-from .jsonform import member_name, to_json
+from .jsonform import member_name, to_json, variant_names
 from .messages import Reserved
 from .protocol import (
     CONTROL_HEADER,
@@ -43,11 +43,12 @@ from .protocol import (
     MsgKind,
     MuxKind,
     Revision,
+    RoundKind,
     supported_revision,
 )
 from .rounds import RoundFrame
 
-__all__ = ["FRAMINGS", "Entry", "Inspection", "Tensor", "inspect_frames"]
+__all__ = ["FRAMINGS", "Entry", "Inspection", "Tensor", "every_kind", "inspect_frames"]
 
 #: How a stream can be framed; "auto" looks at the magic of each frame, and finds captures and packets.
 FRAMINGS = ("auto", "control", "round", "mux", "prefixed-control", "prefixed-round")
@@ -187,6 +188,22 @@ def inspect_frames(
     if framing not in FRAMINGS:
         raise ValueError(f"framing must be one of {FRAMINGS}, got {framing!r}")
     return Inspection(file, salt, framing, revision)
+
+
+def every_kind() -> Iterator[Entry]:
+    """An empty entry for each kind of frame that there can be, with its names."""
+    yield Entry(0, 0)
+    for form in _Inspector(None, None).forms.values():
+        yield Entry(0, 0, form.name)
+    for family in map(family_name, MsgKind):
+        for name in variant_names(family):
+            yield Entry(0, 0, "control", family, name)
+    for kind in map(member_name, MuxKind):
+        yield Entry(0, 0, "mux", kind)
+    for name in variant_names("Relay"):
+        yield Entry(0, 0, "mux", member_name(MuxKind.CONTROL), name)
+    for kind in map(member_name, RoundKind):
+        yield Entry(0, 0, "round", kind)
 
 
 class Inspection:
@@ -490,7 +507,7 @@ class _Inspector:
         frame = self._decode(
             entry, lambda codec, trailing: _read_round(codec, data, trailing), compare=False
         )
-        entry.kind = frame.kind.name.title()
+        entry.kind = member_name(frame.kind)
         entry.fields["weight"] = frame.weight
         entry.tensors = [_tensor(tensor) for tensor in frame.tensors]
         entry.payload = sum(tensor.nbytes for tensor in entry.tensors)

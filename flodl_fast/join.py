@@ -48,7 +48,7 @@ from .messages import (
     RelayMsg,
 )
 from .net import scaled
-from .status import address, fetch_state
+from .status import address, fetch_state, headline
 
 __all__ = ["Exit", "add_arguments", "run"]
 
@@ -344,22 +344,15 @@ def _wait_for_world(channel: JoinChannel, controller: Address, until: float) -> 
         watching = state is not None
         if state != before or time.monotonic() - said >= SAY_EVERY:
             said = time.monotonic()
-            _say(f"{state or 'still waiting'}, up to {until - said:.0f} s more")
+            _say(f"{state or 'still waiting'}; waits {until - said:.0f} s more")
     raise _Stop("the world has not formed in time", Exit.TIMED_OUT)
 
 
 def _status(controller: Address) -> str | None:
     """What the controller's status page says of the join window; None where there is no such page."""
     try:
-        state = fetch_state(controller)
-        if state is None:
-            return None
-        wanted = state["target_ranks"] or f"at least {state['min_rank_start']}"
-        told = f"{state['phase']}: {state['joined_ranks']} of {wanted} ranks on {state['joined_hosts']} host(s)"
-        # Of 0.8: unless "auto", the window is held for a POST /start.
-        start = state.get("start_mode", "auto")
-        return told if start == "auto" else f"{told}, start {start}{' and given' * bool(state['start_armed'])}"
-    except (OSError, ValueError, KeyError):
+        return headline(fetch_state(controller))
+    except (OSError, ValueError):
         return None
 
 

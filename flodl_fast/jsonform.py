@@ -11,13 +11,13 @@ import math
 import struct
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import Any, Literal, overload
 
 from ._codec import family_name
 from .errors import EncodeError, UnknownKindError
 from .layout import Shape, struct_of, variants_of
-from .messages import PAYLOADS
-from .protocol import Revision, supported_revision
+from .messages import PAYLOADS, ControlMsg, JoinMsg, MetricsMsg, RelayMsg, RendezvousMsg, TimingMsg
+from .protocol import MsgKind, Revision, supported_revision
 
 __all__ = ["from_json", "to_json"]
 
@@ -47,6 +47,28 @@ def to_json(message: Any, *, revision: Revision | str = "0.6") -> Any:
     return {name: _write(_inner(shape), getattr(message, shape.names[0]) if _wraps(shape) else message, revision)}
 
 
+@overload
+def from_json(
+    kind: Literal[MsgKind.CONTROL, "Control"], value: Any, *, revision: Revision | str = "0.6"
+) -> ControlMsg: ...
+@overload
+def from_json(
+    kind: Literal[MsgKind.TIMING, "Timing"], value: Any, *, revision: Revision | str = "0.6"
+) -> TimingMsg: ...
+@overload
+def from_json(
+    kind: Literal[MsgKind.METRICS, "Metrics"], value: Any, *, revision: Revision | str = "0.6"
+) -> MetricsMsg: ...
+@overload
+def from_json(
+    kind: Literal[MsgKind.RENDEZVOUS, "Rendezvous"], value: Any, *, revision: Revision | str = "0.6"
+) -> RendezvousMsg: ...
+@overload
+def from_json(kind: Literal[MsgKind.JOIN, "Join"], value: Any, *, revision: Revision | str = "0.6") -> JoinMsg: ...
+@overload
+def from_json(kind: Literal["Relay"], value: Any, *, revision: Revision | str = "0.6") -> RelayMsg: ...
+@overload
+def from_json(kind: MsgKind | int | str, value: Any, *, revision: Revision | str = "0.6") -> Any: ...
 def from_json(kind: Any, value: Any, *, revision: Revision | str = "0.6") -> Any:
     """The message that a JSON value stands for.
 
@@ -104,13 +126,19 @@ def _by_name(family: str, revision: Revision) -> dict[str | None, Shape]:
     return {
         cls.__name__.removeprefix(family).removesuffix("Msg"): struct_of(cls)
         for cls, since in variants
-        if since is None or not revision < since
+        if since is None or revision >= since
     }
 
 
 @cache
 def _by_class(revision: Revision) -> dict[type, tuple[str | None, Shape]]:
     return {shape.cls: (name, shape) for family in PAYLOADS for name, shape in _by_name(family, revision).items()}
+
+
+def variant_names(kind: MsgKind | int | str) -> list[str | None]:
+    """The crate's names of a kind's variants, at any revision; a kind without variants has but None."""
+    family = family_name(kind)
+    return list(_by_name(family, max(Revision))) if family in PAYLOADS else [None]
 
 
 def member_name(member: IntEnum) -> str:
@@ -122,7 +150,7 @@ def _fields(shape: Shape, revision: Revision) -> list[tuple[str, Shape]]:
     return [
         (name, part)
         for name, part, since in zip(shape.names, shape.parts, shape.since, strict=True)
-        if since is None or not revision < since
+        if since is None or revision >= since
     ]
 
 

@@ -93,6 +93,7 @@ class LocalCluster:
         epochs: the number of epochs.
         salt: the session salt as ``Codec`` takes it; a new one if None.
         revision: the wire's. At 0.8 all ranks must tell the same signature of their models.
+        frame_ceiling: as ``Codec``'s; ``flodl_fast.frame_ceiling`` says what a model needs.
         host: the address to listen at. Whoever reaches it and has the salt takes part.
         port: the controller's port; the relay's two are 4 and 5 above it. 0 takes any.
         heartbeat_timeout: seconds without a Timing message after which a rank is dead; the crate's if None.
@@ -105,7 +106,7 @@ class LocalCluster:
         salt: the 16 bytes of the session salt.
 
     Raises:
-        ValueError: a number that cannot be, or a salt or revision as ``Codec``.
+        ValueError: a number that cannot be, or a salt, revision or ceiling as ``Codec``.
         OSError: from ``with``: the ports are taken.
     """
 
@@ -118,6 +119,7 @@ class LocalCluster:
         *,
         salt: bytes | str | None = None,
         revision: protocol.Revision | str = "0.6",
+        frame_ceiling: int = protocol.FRAME_CEILING,
         host: str = "127.0.0.1",
         port: int = 0,
         heartbeat_timeout: float | None = None,
@@ -139,7 +141,7 @@ class LocalCluster:
             raise ValueError(f"port must be from 0 to {_LAST_PORT}, got {port}: the relay's ports are above it")
         self.salt = secrets.token_bytes(protocol.SALT_SIZE) if salt is None else protocol.parse_salt(salt)
         self._world = world
-        self._codec = Codec(self.salt, revision)
+        self._codec = Codec(self.salt, revision, frame_ceiling=frame_ceiling)
         self._reducer = _Reducer(world, self._lost, self._failed)
         self._coordinator = _Coordinator(
             _Recipe(world, samples, batch, epochs, evaluate_every, checkpoint_every, self._codec.revision),
@@ -220,7 +222,9 @@ class LocalCluster:
         return self._coordinator.wait(timeout)
 
     def stop(self, *, save: bool = False) -> None:
-        """End the run early: ranks leave as after its last epoch. Does not wait for them.
+        """End the run early: ranks leave as after its last epoch, and who has not come yet finds the ports closed.
+
+        Does not wait for them.
 
         Args:
             save: have them save first.
@@ -485,10 +489,11 @@ class _Rank:
     def __init__(self, channel: ControlChannel) -> None:
         self.channel = channel
         self.heard = time.monotonic()
-        self.plan = wire.EpochPlan(0, 0, 0)
+        self.slices: list[tuple[int, int]] = []  # (offset, size) of its plan, and of what it has inherited
         self.steps = 0  # all that it has ever taken
         self.steps_before_plan = 0
         self.steps_since_average = 0
+        self.averaged = 0  # of them, in the cycle at hand
         self.acknowledged = False  # its divergence of the cycle at hand is in
         self.reported = False  # its Metrics of the epoch at hand are in
 
@@ -507,6 +512,7 @@ class _Coordinator:
         self._ranks: dict[int, _Rank] = {}  # those that are there and neither dead nor done
         self._arrived: set[int] = set()
         self._arriving = threading.Lock()
+        self._left: set[int] = set()  # dead or done
         self._model: tuple[int, bytes] | None = None  # the rank that came first, and its model's signature
         self._epoch = -1
         self._reports: list[wire.MetricsMsg] | None = None  # of the epoch at hand, None once it is over
@@ -604,7 +610,7 @@ class _Coordinator:
     def lost(self, rank: int, why: str) -> None:
         """A rank is gone without Exiting, which is its death unless the run is ending."""
         left = self._ranks.pop(rank, None)
-        if left is None and rank in self._arrived:
+        if left is None and rank in self._left:
             return  # dead or done before
         if not self._ending:
             if self._epoch < 0:
@@ -692,9 +698,10 @@ class _Coordinator:
         if epoch > 0:
             self._call_back(epoch)
         for number, rank in self._ranks.items():
-            rank.plan, rank.reported = self._recipe.plan(epoch, number), False
+            plan = self._recipe.plan(epoch, number)
+            rank.slices, rank.reported = [(plan.partition_offset, plan.partition_size)], False
             rank.steps_before_plan = rank.steps
-            self._send(number, wire.StartEpoch(rank.plan))
+            self._send(number, wire.StartEpoch(plan))
 
     def _call_back(self, epoch: int) -> None:
         recipe, wanted = self._recipe, self._wanted
@@ -719,6 +726,7 @@ class _Coordinator:
         self._cycle = time.monotonic()
         for rank in self._ranks.values():
             rank.acknowledged = False
+            rank.averaged = 0
         self._broadcast(wire.RequestParams())
         self._broadcast(wire.Throttle())
 
@@ -727,8 +735,8 @@ class _Coordinator:
         result = self._result
         result.averages += 1
         for rank in self._ranks.values():
-            result.global_step += rank.steps_since_average
-            rank.steps_since_average = 0
+            result.global_step += rank.averaged
+            rank.steps_since_average -= rank.averaged
         self._broadcast(wire.Update(result.averages))
         self._broadcast(wire.SetGlobalStep(result.global_step))
 
@@ -757,8 +765,9 @@ class _Coordinator:
             case wire.Batch():
                 rank.steps = max(rank.steps, message.step_count)
                 rank.steps_since_average += 1
-            case wire.SyncAck():
-                rank.acknowledged = rank.acknowledged or message.divergence is not None
+            case wire.SyncAck() if message.divergence is not None and not rank.acknowledged:
+                rank.acknowledged = True
+                rank.averaged = rank.steps_since_average  # What comes before the Update waits for the next average.
             case wire.Intent():
                 self._wanted.add(message.kind)
             case wire.EvalResult():
@@ -785,6 +794,7 @@ class _Coordinator:
 
     def _leave(self, rank: int, left: _Rank | None) -> None:
         """Go on without a rank that is not among ``_ranks`` any more."""
+        self._left.add(rank)
         self._reducer.drop(rank)
         if self._ending:
             return
@@ -800,12 +810,15 @@ class _Coordinator:
     def _redistribute(self, left: _Rank) -> None:
         """What a rank had left of its plan goes to those that are still at theirs."""
         trained = (left.steps - left.steps_before_plan) * self._recipe.batch
-        offset, size = left.plan.partition_offset + trained, left.plan.partition_size - trained
         heirs = sorted(number for number, rank in self._ranks.items() if not rank.reported)
-        for i, number in enumerate(heirs):
-            first, count = _share(max(0, size), len(heirs), i)
-            if count:
-                self._send(number, wire.ExtendPartition(offset + first, count))
+        for offset, size in left.slices:
+            done = min(trained, size)
+            trained -= done
+            for i, number in enumerate(heirs):
+                first, count = _share(size - done, len(heirs), i)
+                if count:
+                    self._ranks[number].slices.append((offset + done + first, count))
+                    self._send(number, wire.ExtendPartition(offset + done + first, count))
 
     def _check_silence(self, now: float) -> None:
         for number, rank in list(self._ranks.items()):
@@ -869,7 +882,7 @@ def aggregate_metrics(
         weight = sum(batches[rank] for rank in ranks)
         scalars[name] = sum(means[rank][name] * batches[rank] for rank in ranks) / weight if weight else 0.0
     each: dict[str, Any] = {}
-    if not revision < protocol.Revision.V0_7:
+    if revision >= protocol.Revision.V0_7:
         each["per_rank_loss"] = [loss / n if n else None for loss, n in zip(losses, batches, strict=True)]
         each["per_rank_samples"] = samples
     spent = [share or whole for share, whole in zip(times["share_complete_ms"], times["epoch_ms"], strict=True)]

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ._round import arrays_of
+from .display import plural
 from .signature import dtype_name, sig_or_why
 
 __all__ = ["Arrays", "Lane", "Model", "Slot", "Tensors", "norm"]
@@ -159,6 +162,21 @@ class Tensors:
         """The bytes of all arrays."""
         return sum(array.nbytes for array in self._arrays)
 
+    def places(self) -> Iterator[tuple[str, int, int, Any]]:
+        """For each tensor with values its name in an error, its first byte and the one after its last, and its array.
+
+        A staged tensor stands for itself at the address of its object: device memory is not looked into.
+        """
+        for i, array in enumerate(self._arrays):
+            name = f"{self._what}: tensor {i}"
+            if i in self._slots:
+                tensor = self._slots[i][1].tensor
+                yield name, id(tensor), id(tensor) + 1, tensor
+            elif array.size:
+                steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+                start = array.ctypes.data + sum(step for step in steps if step < 0)
+                yield name, start, start + sum(map(abs, steps)) + array.itemsize, array
+
     def pull(self) -> None:
         """Begin to bring the tensors' values into the arrays.
 
@@ -239,7 +257,7 @@ class Model:
 
         Raises:
             TypeError: as ``Tensors``; or buffers beside a Model, which has its own.
-            ValueError: no parameters.
+            ValueError: no parameters, or memory that two of the tensors share.
         """
         if not isinstance(params, Model):
             params = cls._of_tensors(params, buffers)
@@ -263,7 +281,9 @@ class Model:
         if isinstance(buffers, Mapping):
             # What tells no dtype is told from others by Tensors.
             buffers = [b for b in buffers.values() if not hasattr(b, "dtype") or dtype_name(b) == "float32"]
-        return Model(Tensors("params", params), Tensors("buffers", buffers), sig)
+        model = Model(Tensors("params", params), Tensors("buffers", buffers), sig)
+        _check_apart(model.params, model.buffers)
+        return model
 
     @property
     def nbytes(self) -> int:
@@ -271,8 +291,23 @@ class Model:
         return self.params.nbytes + self.buffers.nbytes
 
     def __repr__(self) -> str:
-        sizes = f"{len(self.params)} parameters, {len(self.buffers)} buffers, {self.nbytes} bytes"
-        return f"{type(self).__module__}.{type(self).__name__}({sizes})"
+        sizes = plural(len(self.params), "parameter"), plural(len(self.buffers), "buffer"), plural(self.nbytes, "byte")
+        return f"{type(self).__module__}.{type(self).__name__}({', '.join(sizes)})"
+
+
+def _check_apart(*groups: Tensors) -> None:
+    """Refuse tensors that share memory: it would be sent twice, and averages written over each other.
+
+    Raises:
+        ValueError: two of them do.
+    """
+    reached: list[tuple[str, int, int, Any]] = []
+    for name, start, end, array in sorted(chain(*(group.places() for group in groups)), key=itemgetter(1)):
+        reached = [place for place in reached if place[2] > start]
+        for other, _, _, theirs in reached:
+            if array is theirs or np.shares_memory(array, theirs):
+                raise ValueError(f"{other} and {name} share memory, which would be averaged twice: give it once")
+        reached.append((name, start, end, array))
 
 
 def blend(array: np.ndarray, average: np.ndarray, alpha: float | None) -> np.ndarray:

@@ -5,7 +5,6 @@ A conversation is a generator of steps, each bytes to send or a view to fill, wh
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import math
 import os
@@ -26,7 +25,6 @@ import numpy as np
 from . import protocol
 from ._round import TensorLayout, arrays_of
 from .errors import (
-    AuthenticationError,
     ChannelClosed,
     ChannelError,
     EncodeError,
@@ -35,7 +33,6 @@ from .errors import (
     LimitError,
     TensorError,
     TruncatedError,
-    UnknownKindError,
 )
 from .frames import Codec, MuxRecord
 from .messages import Message, RelayDeclareDead, RelayHello, RelayHelloAck, RelayMsg
@@ -586,9 +583,13 @@ class Rounds:
 
     A frame starts at byte MUX_HEADER of its scratch, right behind its length prefix or its record's header. From a
     rank's end frames go and come in turn and share one scratch.
+
+    Attributes:
+        begun: whether the first byte has come of the frame that ``receive`` waits for.
     """
 
     def __init__(self, codec: Codec, line: Line) -> None:
+        self.begun = False
         self._codec = codec
         self._line = line
         self._mux = line.host is not None
@@ -597,17 +598,18 @@ class Rounds:
         if line.served:
             self._sent, self._expected = self._expected, self._sent
             self._out = _Scratch()
-        self._frame = memoryview(b"")
+        self._record = self._expected if self._mux else None
+        self._came = memoryview(b"")  # a frame, or the record around it
         # A reply with bytes after its frame: 0.6 ignores them, and so does whoever serves (docs/wire.md §6).
         self._trailing = "ignore" if line.served or codec.revision < Revision.V0_7 else "error"
-        self._elides = not line.served and not codec.revision < Revision.V0_8
+        self._elides = not line.served and codec.revision >= protocol.ELISION_SINCE
         self._layouts: dict[Any, TensorLayout] = {}  # rounds of parameters, buffers, counts, with data or without
         self._asked: tuple[TensorLayout, RoundKind, Sequence[Any], str | None] | None = None
 
     def free(self) -> None:
         """Let go of the memory, for the channel is closed: its error's traceback may keep the rest of it for long."""
         self._in = self._out = _Scratch()
-        self._frame = memoryview(b"")
+        self._came = memoryview(b"")
 
     def ask(
         self,
@@ -681,8 +683,10 @@ class Rounds:
         """
         head = MUX_HEADER if self._mux else LENGTH_PREFIX
         while True:
+            self.begun = False
             view = self._in.view(MUX_HEADER)[MUX_HEADER - head :]
             yield Fill(view[:1], wait, poll=poll)
+            self.begun = True
             yield Fill(view[1:], rest, at=1)
             end = MUX_HEADER + self._measure(view)
             got = MUX_HEADER
@@ -690,14 +694,13 @@ class Rounds:
                 upto = min(end, max(self._in.size, 2 * got, GROWTH))
                 yield Fill(self._in.view(upto, keep=got)[got:upto], rest, at=got - MUX_HEADER + head)
                 got = upto
-            whole = self._in.view(end)
-            self._frame = whole[MUX_HEADER:]
-            kind = _open(self._codec, whole) if self._mux else self._expected
-            if kind is self._expected:
-                return None
+            self._came = self._in.view(end)[0 if self._mux else MUX_HEADER :]
+            if not self._mux or self._came[_KIND] == self._expected:
+                return None  # the decoder checks the record's MAC along with the frame's
+            kind, _, payload = self._codec.open_record(self._came)
             if kind is not MuxKind.CONTROL:
                 raise ChannelError(f"a {kind.name} record has no place on this data channel")
-            message: RelayMsg = self._codec.decode_payload("Relay", self._frame)
+            message = self._codec.decode_payload("Relay", payload)
             if self._line.served:
                 return message
             if isinstance(message, RelayDeclareDead) and message.rank in self._line.ranks:
@@ -713,7 +716,7 @@ class Rounds:
 
     def take(self) -> RoundFrame:
         """The frame that was received, in new arrays; what it elides stays so."""
-        return self._codec.decode_round(self._frame, elided="keep")
+        return self._codec.decode_round(self._came, elided="keep", record=self._record)
 
     def adopt(self, out: Sequence[Any] | None, view: bool) -> RoundFrame:
         """The frame that was received, as the reply to the one that was asked for.
@@ -724,20 +727,22 @@ class Rounds:
         layout, asked, arrays, wire = self._asked
         self._asked = None  # the caller's arrays are not for the channel to keep
         # What the header says is believed only once a decoder has checked the MAC.
-        kind, weight = _HEAD.unpack_from(self._frame) if len(self._frame) >= _HEAD.size else (asked, 1.0)
+        head = self._came[MUX_HEADER if self._mux else 0 :][: _HEAD.size]
+        kind, weight = _HEAD.unpack(head) if len(head) == _HEAD.size else (asked, 1.0)
+        options: dict[str, Any] = {"record": self._record, "trailing": self._trailing}
         keep = out is not None and kind == RoundKind.MODEL and weight == 0
         targets: Sequence[Any] = out or ()
         if out is None and not view:
             targets = [np.empty(array.shape, _dtype(array)) for array in arrays]
-        if kind != asked or keep:
-            TensorLayout.from_frame(self._codec, self._frame, trailing=self._trailing)
-            if kind != asked:
-                raise TensorError(f"a {asked.name} round was asked for, the reply is {RoundKind(kind).name}")
-        elif view:
-            targets = self._codec.decode_round(self._frame, copy=False, trailing=self._trailing).tensors
-            _check_reply(targets, arrays, wire)
+        if kind != asked:
+            self._codec.decode_round(self._came, copy=False, elided="keep", **options)
+            raise TensorError(f"a {asked.name} round was asked for, the reply is {RoundKind(kind).name}")
+        if view or keep:
+            came = self._codec.decode_round(self._came, copy=False, **options).tensors
+            _check_reply(came, arrays, wire)
+            targets = came if view else targets
         else:
-            layout.decode_into(self._codec, self._frame, targets, trailing=self._trailing)
+            layout.decode_into(self._codec, self._came, targets, **options)
         return RoundFrame(targets, asked, weight)
 
     def broadcast(self, arrays: Iterable[Any], root: int) -> Sequence[Any]:
@@ -759,7 +764,7 @@ class Rounds:
 
 
 _HEAD = struct.Struct("<8xBd")  # a round frame's kind and weight
-_RECORD = struct.Struct("<IIBII")  # a mux record's header, up to the MAC
+_KIND = 8  # where a mux record has its kind
 
 
 def _dtype(array: Any) -> Any:
@@ -793,19 +798,3 @@ def _check_reply(tensors: Sequence[np.ndarray], asked: Sequence[Any], wire: str 
         came, sent = _sent_dtype(tensor, None), _sent_dtype(array, wire)
         if came != sent:
             raise TensorError(f"tensor {i}: the reply is {came}, the request was {sent}")
-
-
-def _open(codec: Codec, whole: memoryview) -> MuxKind:
-    """The kind of a mux record, its header measured before, its MAC checked here.
-
-    That covers header and payload as one, so the header is moved right before the payload.
-    """
-    gap = MUX_HEADER - _RECORD.size
-    tag = bytes(whole[_RECORD.size : MUX_HEADER])
-    whole[gap:MUX_HEADER] = bytes(whole[: _RECORD.size])
-    if not hmac.compare_digest(codec.mac(whole[gap:]), tag):
-        raise AuthenticationError("the MAC of a mux record does not hold: another salt, or changed bytes")
-    try:
-        return MuxKind(whole[gap + 8])
-    except ValueError:
-        raise UnknownKindError(f"mux record kind {whole[gap + 8]}, known are 1 to {len(MuxKind)}") from None

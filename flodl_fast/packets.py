@@ -295,7 +295,10 @@ def _parse(packet: Packet) -> Segment | None:
             raise _Passed("fragments of IP packets")
         source, target = bytes(data[at + 12 : at + 16]), bytes(data[at + 16 : at + 20])
         end = at + (total or packet.size - at)  # 0 where the network card cuts it up afterwards
-        at += (data[at] & 15) * 4
+        size = (data[at] & 15) * 4
+        if size < 20:
+            raise _Passed("of IP with a header that cannot be")
+        at += size
     elif family == _IPV6:
         length, following = struct.unpack_from(">HB", data, at + 4)
         source, target = bytes(data[at + 8 : at + 24]), bytes(data[at + 24 : at + 40])

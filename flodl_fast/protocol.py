@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum
+from functools import total_ordering
 from typing import NamedTuple
 
 __all__ = ["MsgKind", "MuxKind", "Revision", "RoundKind"]
@@ -39,6 +40,7 @@ DTYPE_F32 = 0
 DTYPE_BF16 = 1
 
 
+@total_ordering
 class Revision(Enum):
     """A revision of the crate's wire, named after the flodl release that speaks it; they order by age."""
 
@@ -46,7 +48,9 @@ class Revision(Enum):
     V0_7 = "0.7"
     V0_8 = "0.8"
 
-    def __lt__(self, other: Revision) -> bool:
+    def __lt__(self, other: object) -> bool:
+        if not isinstance(other, Revision):
+            return NotImplemented
         members = list(Revision)
         return members.index(self) < members.index(other)
 
@@ -80,8 +84,9 @@ def supported_revision(revision: Revision | str) -> Revision:
     try:
         return Revision(revision)
     except ValueError:
-        names = ", ".join(r.value for r in Revision)
-        raise ValueError(f"flodl revision {revision!r} is not supported; supported: {names}") from None
+        names = ", ".join(repr(r.value) for r in Revision)
+        given = "" if isinstance(revision, str) else f" (a {type(revision).__name__}, not a string)"
+        raise ValueError(f"flodl revision {revision!r}{given} is not supported; supported: {names}") from None
 
 
 def lookalike(revision: Revision) -> Revision | None:
@@ -90,7 +95,7 @@ def lookalike(revision: Revision) -> Revision | None:
 
 
 class MsgKind(IntEnum):
-    """What a control frame carries (§3). The last two of 1-5 are reserved and dead."""
+    """What a control frame carries (docs/wire.md §3). The last two of 1-5 are reserved and dead."""
 
     CONTROL = 1
     TIMING = 2
@@ -102,14 +107,14 @@ class MsgKind(IntEnum):
 
 
 class RoundKind(IntEnum):
-    """How the controller reduces a round frame (§6): MODEL is divided by the summed weight, CONTROL never."""
+    """How a round frame is reduced (docs/wire.md §6): MODEL is divided by the summed weight, CONTROL never."""
 
     MODEL = 0
     CONTROL = 1
 
 
 class MuxKind(IntEnum):
-    """What a mux record carries between relay and controller (§7)."""
+    """What a mux record carries between relay and controller (docs/wire.md §7)."""
 
     DATA = 1
     CONTROL = 2

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from enum import IntEnum
 from importlib.util import find_spec
 from itertools import islice
@@ -16,8 +17,9 @@ from typing import Any, BinaryIO, NamedTuple
 from .capture import Readable
 from .cli import REVISIONS, count, salt, salt_file
 from .console import missing, print_table, rich_console, to_text
+from .display import plural
 from .errors import DecodeError
-from .inspection import BAD, FRAMINGS, Entry, Inspection, Tensor, inspect_frames
+from .inspection import BAD, FRAMINGS, Entry, Inspection, Tensor, every_kind, inspect_frames
 from .summary import Summary, label, rank_of
 
 __all__ = ["add_arguments", "run"]
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--revision", choices=REVISIONS, help="the wire's (default: the capture's own, else as the frames tell)"
     )
     parser.add_argument(
-        "--kind", action="append", type=str.lower, metavar="WORD",
+        "--kind", action="append", type=_kind, metavar="WORD",
         help="only frames of this name, such as timing, batch, round or model; may be given again",
     )
     parser.add_argument(
@@ -77,6 +79,17 @@ def _rank(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected a rank, got {text!r}")
     return int(text)
+
+
+def _kind(text: str) -> str:
+    """A word that some frame can be chosen by, in lower case."""
+    kinds = list(every_kind())
+    if any(text.lower() in _names(entry) for entry in kinds):
+        return text.lower()
+    known = {word.lower(): word for entry in kinds for word in (entry.frame, entry.kind, entry.name) if word}
+    close = [known[word] for word in get_close_matches(text.lower(), known, cutoff=0.7)]
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(sorted(known.values()))}"
+    raise argparse.ArgumentTypeError(f"no frame is called {text!r}; {hint}")
 
 
 class _Following:
@@ -226,14 +239,15 @@ class _Table:
         self._lines(str(index), entry, "")
 
     def fail(self, index: int, error: DecodeError) -> None:
-        self._say(f"ERROR at byte {error.offset}, after {_frames(index)}: {error}", "bold red")
+        self._say(f"ERROR at byte {error.offset}, after {plural(index, 'frame')}: {error}", "bold red")
 
     def end(self, summary: Summary, entries: Inspection, limited: bool) -> None:
         if limited:
-            self._say(f"stopped after {_frames(summary.frames)} (--limit)")
+            self._say(f"stopped after {plural(summary.frames, 'frame')} (--limit)")
         most = sorted(summary.kinds.items(), key=lambda item: -item[1][0])
         counts = ", ".join(f"{n} {name}" for name, (n, _) in most)
-        self._say(f"{_frames(summary.frames)}, {summary.nbytes:,} bytes" + (f": {counts}" if counts else ""))
+        total = f"{plural(summary.frames, 'frame')}, {plural(summary.nbytes, 'byte')}"
+        self._say(f"{total}: {counts}" if counts else total)
         self._trust(summary, entries)
         self._notes(entries)
 
@@ -250,10 +264,10 @@ class _Table:
             print()
         seconds = ((summary.end_ns or 0) - (summary.start_ns or 0)) / 1e9
         took = f" in {seconds:.3f} s" if summary.start_ns is not None else ""
-        self._say(f"{_frames(summary.frames)}, {summary.nbytes:,} bytes{took}")
+        self._say(f"{plural(summary.frames, 'frame')}, {plural(summary.nbytes, 'byte')}{took}")
         self._trust(summary, entries)
         if summary.faults:
-            self._say(f"{_frames(summary.faults)} with a FAULT", "bold red")
+            self._say(f"{plural(summary.faults, 'frame')} with a FAULT", "bold red")
         self._notes(entries)
 
     def _trust(self, summary: Summary, entries: Inspection) -> None:
@@ -374,10 +388,6 @@ def _safe(text: str) -> str:
     return text if text.isprintable() else _brief(text)
 
 
-def _frames(count: int) -> str:
-    return f"{count} frame" if count == 1 else f"{count} frames"
-
-
 def _details(entry: Entry) -> str:
     return " ".join(f"{name}={_value(name, value)}" for name, value in entry.fields.items() if value is not None)
 
@@ -393,4 +403,4 @@ def _tensors(tensors: list[Tensor]) -> str:
     if len(tensors) > _TENSORS_SHOWN:
         shown.append(f"… and {len(tensors) - _TENSORS_SHOWN} more")
     total = sum(tensor.nbytes for tensor in tensors)
-    return f"{len(tensors)} tensors, {total:,} bytes" + (": " if shown else "") + ", ".join(shown)
+    return f"{plural(len(tensors), 'tensor')}, {plural(total, 'byte')}" + (": " if shown else "") + ", ".join(shown)

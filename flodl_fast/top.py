@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from .console import print_table, rich_console, to_text
-from .status import address, fetch_state
+from .status import address, fetch_state, headline, word
 
 __all__ = ["add_arguments", "run"]
 
@@ -73,21 +73,6 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _headline(state: dict[str, Any] | None) -> str:
-    """The run in a line."""
-    if state is None:
-        return "the controller is up and has published nothing yet"
-    wanted = state.get("target_ranks") or f"at least {state.get('min_rank_start')}"
-    parts = [f"{state['phase']}: {state.get('joined_ranks')} of {wanted} ranks on {state.get('joined_hosts')} host(s)"]
-    for name, words in (("window_remaining_secs", "window open"), ("cap_remaining_secs", "gives up in")):
-        left = state.get(name)
-        if isinstance(left, (int, float)) and state["phase"] in ("waiting", "staging"):
-            parts.append(f"{words} {left:.0f} s")
-    if state.get("start_mode") is not None:
-        parts.append(f"start {state['start_mode']}{'' if state.get('start_armed') else ', not armed'}")
-    return ", ".join(parts)
-
-
 _COLUMNS = ("host", " ranks", " devices", "GPUs", "libtorch", " joined at s")
 
 
@@ -95,21 +80,15 @@ def _members(state: dict[str, Any] | None) -> list[tuple[str, ...]]:
     """The hosts, a row each."""
     return [
         (
-            _word(member.get("host")), _word(member.get("ranks")), _word(member.get("local_devices")),
-            _word(member.get("gpus")), _word(member.get("libtorch")), _word(member.get("joined_at_secs")),
+            word(member.get("host")), word(member.get("ranks")), word(member.get("local_devices")),
+            word(member.get("gpus")), word(member.get("libtorch")), word(member.get("joined_at_secs")),
         )
-        for member in (state or {}).get("members", ())
+        for member in (() if state is None else state["members"])
     ]
 
 
-def _word(value: Any) -> str:
-    """A value of the page as text that cannot steer a terminal."""
-    text = ", ".join(map(_word, value)) if isinstance(value, list) else "" if value is None else str(value)
-    return text if text.isprintable() else ascii(text)
-
-
 def _print(state: dict[str, Any] | None) -> None:
-    print(_headline(state))
+    print(headline(state))
     members = _members(state)
     if members:
         print_table("Hosts", _COLUMNS, members)
@@ -125,4 +104,4 @@ def _drawn(state: dict[str, Any] | None) -> Any:
         table.add_column(column.strip(), justify="right" if column.startswith(" ") else "left")
     for row in _members(state):
         table.add_row(*map(Text, row))
-    return Group(Text(_headline(state), style="bold"), table)
+    return Group(Text(headline(state), style="bold"), table)

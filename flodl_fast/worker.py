@@ -21,10 +21,10 @@ from .channel import Address, ControlChannel, DataChannel
 from .convert import NewNcclSession, ShutdownWithSave, control_wire_to_msg
 from .display import plural
 from .environment import Environment
-from .errors import ChannelClosed, ChannelError
+from .errors import ChannelClosed, ChannelError, FlodlError
 from .frames import Codec
 from .model import Arrays, Model, norm
-from .net import Deadlines
+from .net import Deadlines, Elapsed
 from .protocol import BF16_SINCE, Revision, RoundKind
 from .rounds import frame_ceiling, gamma_mass, mover_mass
 
@@ -37,6 +37,7 @@ HEARTBEAT = 1.0  # seconds between two beacons
 NORM_EVERY = 10  # steps since the last average between two Batch messages with a parameter norm
 NO_NORM = 1e-10  # up to here the crate takes parameters for zero, and their divergence is 0
 SAMPLE_EVERY = 0.5  # seconds between two samples of resources at least
+DRAIN = 1.0  # seconds at most of reading what still comes at the end
 
 _CONTROL: tuple[type[wire.ControlMsg], ...] = get_args(wire.ControlMsg)
 
@@ -160,8 +161,8 @@ class Worker:
 
     Raises:
         TypeError: an array that is not float32, not writable, or without memory to share; or a codec that is none.
-        ValueError: no parameters, a rank that is not in the world, ``bf16_wire`` at 0.6, or at 0.8 neither names nor
-            ``model_sig``.
+        ValueError: no parameters, two tensors that share memory, a rank that is not in the world, ``bf16_wire`` at 0.6,
+            or at 0.8 neither names nor ``model_sig``.
         ChannelError, DecodeError: as the channels' ``connect`` and, for the formation, ``broadcast``.
     """
 
@@ -207,7 +208,7 @@ class Worker:
         self._on_shutdown_save = on_shutdown_save
         self._on_message = on_message
         self._resources = resources
-        self._samples = sample_resources and not codec.revision < Revision.V0_7
+        self._samples = sample_resources and codec.revision >= Revision.V0_7
         self._sampled = -math.inf
         self._deadlines = deadlines or Deadlines()
         self._plans: deque[Plan] = deque()
@@ -336,7 +337,7 @@ class Worker:
         Raises:
             RuntimeError: no plan is being trained, or the batch's size is not known.
             TypeError, ValueError: a value that is no number; nothing was reported.
-            ChannelError, DecodeError: as ``plans``.
+            ChannelError, DecodeError, Exception: as ``plans``.
         """
         self._check()
         if self.ended is not None:
@@ -354,10 +355,11 @@ class Worker:
         self._send(wire.Batch(self.rank, batch_ms, data_ms, self.steps + 1, norm, loss))
         if lr is not None:
             self._send(wire.LrUpdate(self.rank, lr))
-        self._sample()
         self.steps += 1
         self._since_average += 1
         self._tally.add(samples, loss, batch_ms, data_ms)
+        with self._ending_on_error():
+            self._sample()
         self.serve()
         self._clock = time.perf_counter()
         return self.ended is None
@@ -368,7 +370,7 @@ class Worker:
         ``step`` and ``plans`` do so. Call it where neither is called for long, and the other ranks need not wait.
 
         Raises:
-            ChannelError, DecodeError: as ``plans``.
+            ChannelError, DecodeError, Exception: as ``plans``.
         """
         self._check()
         with self._ending_on_error():
@@ -442,9 +444,11 @@ class Worker:
             self._heart.join()
             try:
                 self._control.send(wire.Exiting(self.rank))
-                while True:  # What is unread at the close could make the system reset the connection and lose this.
+                # What is unread at the close could make the system reset the connection and lose this.
+                until = time.monotonic() + DRAIN
+                while time.monotonic() < until:
                     self._control.recv(0)
-            except (TimeoutError, ChannelError) as error:
+            except (Elapsed, FlodlError) as error:
                 _logger.debug("rank %d: while closing: %s", self.rank, error)
         self._control.close()
         self._data.close()
@@ -491,7 +495,12 @@ class Worker:
                 return
 
     def _send(self, message: wire.Message) -> None:
-        self._control.send(message)
+        try:
+            self._control.send(message)
+        except ChannelError as error:
+            self.ended = self.ended or error
+            self.close()
+            raise
 
     def _sample(self) -> None:
         if self._samples and self._resources is not None and time.monotonic() - self._sampled >= SAMPLE_EVERY:
@@ -502,7 +511,7 @@ class Worker:
         """Serve the next message; False if none came in time."""
         try:
             message = self._control.recv(timeout, liveness=self._deadlines.liveness)
-        except TimeoutError:
+        except Elapsed:  # and not a TimeoutError of a signal handler's
             return False
         if not isinstance(message, _CONTROL):
             _logger.warning("rank %d: dropped a %s: no coordinator sends it", self.rank, type(message).__name__)
@@ -534,8 +543,8 @@ class Worker:
                 _, elapsed, failure = _attempt("on_checkpoint", self._on_checkpoint, version)
                 self._send(wire.CheckpointResult(self.rank, version, elapsed, failure))
             case wire.ExecuteEvalCallback(schedule, epoch, self.rank):
-                value, elapsed, failure = _attempt("on_eval", self._on_eval, epoch)
-                metric = float(value) if failure is None else math.nan
+                value, elapsed, failure = _attempt("on_eval", self._on_eval, epoch, float)
+                metric = math.nan if value is None else value
                 self._send(wire.EvalResult(self.rank, schedule, epoch, metric, elapsed, failure))
             case wire.SaveConsensusModel(self.rank) if self._on_consensus_save is not None:
                 self._on_consensus_save()
@@ -595,8 +604,9 @@ class Worker:
         self._send(self._tally.report(self.rank, plan.epoch, scalars, resources))
 
     def _extend(self, offset: int, size: int) -> None:
-        if self._plan is not None:
-            self._plan.slices.append((offset, size))
+        plan = self._plan or next(iter(self._plans), None)  # a throttled rank's plan may be yet to begin
+        if plan is not None:
+            plan.slices.append((offset, size))
         else:  # The plan's report is out, and the coordinator takes but one of an epoch. The crate loses these, too.
             _logger.warning("rank %d: dropped %d samples of a dead rank: the plan is finished", self.rank, size)
 
@@ -714,14 +724,24 @@ def _signature(revision: Revision, model_sig: bytes | None, model: Model) -> byt
     return model_sig
 
 
-def _attempt(name: str, callback: Callable[[int], Any] | None, argument: int) -> tuple[Any, float, str | None]:
-    """(result, milliseconds, error text) of a callback whose failure is the coordinator's to deal with."""
+def _attempt(
+    name: str, callback: Callable[[int], Any] | None, argument: int, take: Callable[[Any], Any] | None = None
+) -> tuple[Any, float, str | None]:
+    """(result, milliseconds, error text) of a callback whose failure is the coordinator's to deal with.
+
+    Args:
+        name: what to call it in an error.
+        callback: the callback, if there is one.
+        argument: what it is called with.
+        take: what makes the result of what it returns.
+    """
     if callback is None:
         return None, 0.0, f"this rank has no {name}"
     result = failure = None
     started = time.perf_counter()
     try:
-        result = callback(argument)
+        answer = callback(argument)
+        result = answer if take is None else take(answer)
     except Exception as error:
         _logger.exception("%s(%d) failed", name, argument)
         failure = f"{type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from posixpath import dirname, join, normpath
 from typing import Any
 
+from docs_griffe import SECTION, anchors
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -30,6 +31,9 @@ def _from_root(link: re.Match[str]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Leave the words of links that lead out of the pages, to sources."""
+    """Leave the words of links that lead out of the pages, to sources; link the wire's sections to each other."""
+    if page.file.src_uri == "wire.md":
+        its = anchors("docs/wire.md")
+        markdown = SECTION.sub(lambda cited: f"[{cited[0]}](#{its[cited[1]]})", markdown)
     folder = dirname(page.file.src_uri)
     return LINK.sub(lambda link: link[1] if normpath(join(folder, link[2])).startswith("..") else link[0], markdown)

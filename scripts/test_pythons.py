@@ -1,4 +1,4 @@
-"""Try the package as its users get it: every CPython 3.10 to 3.13 on this machine, both lines of NumPy.
+"""Try the package as its users get it: every CPython 3.10 to 3.14 on this machine, both lines of NumPy.
 
 One sdist is made. Each Python found on PATH or among pyenv's builds one wheel from it, against NumPy 2, and
 runs the suite of that sdist with the wheel installed: first with NumPy 1.26 where that has a wheel for this
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test-pythons"
-PYTHONS = [(3, 10), (3, 11), (3, 12), (3, 13)]
+PYTHONS = [(3, 10), (3, 11), (3, 12), (3, 13), (3, 14)]
 OLD_NUMPY, NEW_NUMPY = "==1.26.*", ">=2"
 OLD_NUMPY_NEWEST_PYTHON = (3, 12)
 PROBE = "import sys; print(sys.implementation.name, *sys.version_info[:2])"

@@ -6,9 +6,9 @@ import asyncio
 import inspect
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import reference as ref
@@ -19,7 +19,7 @@ from flodl_fast import aio, channel, net
 
 CODEC = ff.Codec(SALT)
 SIGNATURES = {rank: bytes([rank]) * 32 for rank in range(3)}  # of models, where a revision tells them
-WAIT = 20.0  # seconds after which a test that waits has failed
+WAIT = 120.0  # seconds after which a test that waits has failed; a busy machine takes its time
 WAYS = ("relay", "direct")
 RANK, WORLD, HOST = 1, 3, "north"
 CHANNEL_MAGIC = {"data": 0xF10D17E1, "control": 0xF10D17E2, "join": 0xF10D17E3}
@@ -147,6 +147,14 @@ def round_bytes(way: str, frame: ff.RoundFrame, record: str = "Broadcast") -> by
     """What carries a round frame, by default one from the controller."""
     body = CODEC.encode_round(frame)
     return ref.add_prefix(body) if way == "relay" else ref.encode_mux(SALT, {"record": record, "payload": body.hex()})
+
+
+@contextmanager
+def nobody_listens() -> Iterator[tuple[str, int]]:
+    """An address at which nobody listens, nor can begin to."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()
 
 
 def exactly(sock: socket.socket, size: int) -> bytes:

@@ -36,6 +36,7 @@ from flodl_fast.net import Deadlines
 
 WORLD, BATCH, EPOCHS = 3, 4, 2
 BATCHES = 4  # of a rank in an epoch
+# Where a fault is lethal, so that its end comes soon; elsewhere a busy machine shall not pass for one.
 HEARTBEAT_TIMEOUT = 5  # seconds
 DIAL_IN = 15  # seconds, as the crate has them by the scale below
 DEADLINES = Deadlines(attempts=3, pause=0.1, handshake=4, write_stall=4, reply=6, starvation=5, liveness=5)
@@ -99,13 +100,14 @@ class Trial:
         """
         options = (
             "--hosts", "0,1;2", "--samples", WORLD * BATCH * BATCHES, "--batch", BATCH, "--epochs", EPOCHS,
-            "--heartbeat-timeout", HEARTBEAT_TIMEOUT,
+            "--heartbeat-timeout", HEARTBEAT_TIMEOUT if self.lethal else int(BOUND),
         )  # fmt: skip
         if self.controller == "local":
-            controller: Any = LocalStack(*options, revision=self.revision, dial_in=DIAL_IN)
+            dial_in = DIAL_IN if self.lethal else None
+            controller: Any = LocalStack(*options, revision=self.revision, dial_in=dial_in)
         else:
             assert binary is not None
-            env = {**os.environ, "FLODL_NET_TIMEOUT_SCALE": "0.25"}
+            env = {**os.environ, "FLODL_NET_TIMEOUT_SCALE": "0.25" if self.lethal else "1"}
             controller = Stack(binary, *options, revision=self.revision, env=env, max_secs=int(2 * BOUND))
         until = time.monotonic() + BOUND
         with controller:
@@ -115,7 +117,7 @@ class Trial:
                 worker = controller.options(rank, self.direct)
                 for channel in ("data", "control"):
                     worker[channel] = network.proxy(worker[channel], self.faults[channel, rank])
-                worker |= {"deadlines": DEADLINES, "formation": self.formation}
+                worker |= {"deadlines": DEADLINES if self.lethal else Deadlines(), "formation": self.formation}
                 # A death leaves the others with different numbers of batches: nobody waits for an average then.
                 keywords = {"in_step": not self.lethal, "size": self.size, "seen": seen[rank]}
                 ranks.append(start(worker, batch=BATCH, pause=0.002, **keywords))
@@ -152,11 +154,13 @@ class JoinTrial:
 
     Args:
         seed: all else follows from it.
+        revision: what all of them speak.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, revision: str) -> None:
         self.fault = Fault.drawn(random.Random(seed), KINDS[seed % len(KINDS)], 1500)
-        self._text = f"join, seed {seed}: {self.fault}"
+        self._revision = revision
+        self._text = f"join at {revision}, seed {seed}: {self.fault}"
 
     def __str__(self) -> str:
         return self._text
@@ -169,11 +173,12 @@ class JoinTrial:
         """
         env = {**os.environ, "FLODL_NET_TIMEOUT_SCALE": "0.2"}
         options = ("--join", "--ranks", 2, "--epochs", EPOCHS)
-        with Stack(binary, *options, env=env, max_secs=int(2 * JOIN_BOUND)) as controller:
+        joins = ["--revision", self._revision, "--", sys.executable, "-c", RANK]
+        with Stack(binary, *options, revision=self._revision, env=env, max_secs=int(2 * JOIN_BOUND)) as controller:
             addresses = network.proxy(controller.controller, self.fault), controller.controller
             agents = [
                 subprocess.Popen(
-                    [*AGENT, "{}:{}".format(*address), "--host", f"host{i}", "--", sys.executable, "-c", RANK],
+                    [*AGENT, "{}:{}".format(*address), "--host", f"host{i}", *joins],
                     env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 )
                 for i, address in enumerate(addresses)
@@ -201,7 +206,7 @@ import numpy as np
 import flodl_fast as ff
 
 params = np.zeros(6, np.float32)
-with ff.Worker.from_env([params]) as worker:
+with ff.Worker.from_env({"weight": params}) as worker:
     for plan in worker.plans():
         for _ in plan.batches(32):
             params += 0.5
@@ -230,7 +235,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--joins", type=int, default=None, help="trials of join agents (default: a tenth as many)")
     revisions = [revision.value for revision in ff.Revision]
-    parser.add_argument("--revision", default="0.6", choices=revisions, help="of training; agents join at 0.6")
+    parser.add_argument("--revision", default="0.6", choices=revisions, help="that all of them speak")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--at-once", type=int, default=6, help="trials at a time")
     args = parser.parse_args()
@@ -242,8 +247,8 @@ def main() -> int:
     trials: list[Trial | JoinTrial] = [
         Trial.of(args.first + i, controllers, args.revision) for i in range(args.trials)
     ]
-    if binary and args.revision == "0.6":
-        trials += [JoinTrial(args.first + i) for i in range(joins)]
+    if binary:
+        trials += [JoinTrial(args.first + i, args.revision) for i in range(joins)]
     ends: Counter[str] = Counter()
     failed = 0
     began = time.monotonic()

@@ -14,14 +14,13 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from conftest import golden
 from fuzz.targets import CODECS, SIGN, bodies_of
 from generate import damage
-from support import MESSAGE_FILES
+from support import MESSAGE_FILES, resident
 
 import flodl_fast as ff
 
@@ -115,7 +114,7 @@ def counted() -> dict[str, int]:
     gc.collect()  # an error and its traceback can hold each other
     counts = {
         "allocated blocks": sys.getallocatedblocks(),
-        "resident bytes": int(Path("/proc/self/statm").read_text().split()[1]) << 12,
+        "resident bytes": resident(),
     }
     if hasattr(sys, "gettotalrefcount"):
         counts["references"] = sys.gettotalrefcount()

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import gt
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ KILL_EVERY = 5  # runs
 WARM_UP = 20  # runs of a process before its memory is taken for what it needs
 GROWTH = 8 << 20  # bytes that its memory may grow by from then on
 RUN_LIMIT = 180.0  # seconds
+SETTLING = 5.0  # seconds in which the system lets go of a thread that has been joined
 SIZES = (1000, 50_000)  # values of the model
 CONTROLLERS = {"crate": (60, 0.002), "local": (300, 0.0)}  # batches of a rank's epoch, seconds of one
 
@@ -101,16 +103,23 @@ class Watched:
     def rest(self) -> None:
         """Between two runs."""
         self.runs += 1
-        self.last = self.now()
+        until = time.monotonic() + SETTLING
+        while self._more(now := self.now()) and time.monotonic() < until:
+            time.sleep(0.01)
+        self.last = now
         self.history.append(self.last[0])
         if self.runs <= WARM_UP:
             self.first = self.last
+
+    def _more(self, now: tuple[int, int, int]) -> bool:
+        """Whether there are more descriptors or threads than at first."""
+        return self.first is not None and any(map(gt, now[1:], self.first[1:]))
 
     def faults(self) -> list[str]:
         if self.first is None or self.runs <= WARM_UP:
             return []
         found = []
-        if any(now > before for now, before in zip(self.last[1:], self.first[1:], strict=True)):
+        if self._more(self.last):
             found.append(f"{self.name}: {self.last[1:]} descriptors and threads, {self.first[1:]} at first")
         if self.last[0] - self.first[0] > GROWTH:
             found.append(f"{self.name}: its memory has grown by {(self.last[0] - self.first[0]) / 2**20:.1f} MiB")

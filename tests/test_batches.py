@@ -75,10 +75,12 @@ def test_what_is_not_many():
 def test_an_iterable_that_fails_is_passed_on():
     def failing():
         yield HEARTBEAT
-        raise KeyError("mine")
+        raise error
 
-    with pytest.raises(KeyError, match="mine"):
-        CODEC.encode_many(failing())
+    for error in (KeyError("mine"), TypeError("mine"), ff.EncodeError("mine")):
+        with pytest.raises(type(error)) as caught:
+            CODEC.encode_many(failing())
+        assert caught.value.args == ("mine",)
 
 
 def test_big_messages_among_small_ones(prefixed):

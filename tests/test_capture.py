@@ -149,7 +149,7 @@ def test_what_a_record_cannot_hold(leg, time_ns, named):
 def test_wrong_direction_and_revision():
     with pytest.raises(ValueError, match="2 is not a valid Direction"):
         CaptureWriter(io.BytesIO()).write(b"f", "leg", 2)
-    with pytest.raises(ValueError, match=r"supported: 0\.6"):
+    with pytest.raises(ValueError, match=r"supported: '0\.6'"):
         CaptureWriter(io.BytesIO(), revision="0.5")
 
 

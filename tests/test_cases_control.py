@@ -6,13 +6,16 @@ The numbers are those of a list of public bug reports that the project keeps; ro
 from __future__ import annotations
 
 import hmac
+import itertools
 import struct
+from functools import partial
 
 import numpy as np
 import pytest
 import reference as ref
 from conftest import SALT
-from support import CODEC, oracle_form, signed_frame
+from round_support import measures_memory
+from support import CODEC, check_that_nothing_is_left, oracle_form, signed_frame
 
 import flodl_fast as ff
 from flodl_fast import convert
@@ -70,10 +73,13 @@ def test_2_a_wide_integer_is_read_and_written_narrow():
     assert payload(message) == "010700"
 
 
+BAD_TAG = "c4170df102000000dac3cf6c2ec962330100000003000000010702"
+BAD_VARIANT = "c4170df1020000002255609c07ddfe85010000000100000014"
+
+
 @pytest.mark.parametrize(("frame", "text"), [
-    ("c4170df102000000dac3cf6c2ec962330100000003000000010702",
-     r"Update\.next_plan: option tag must be 0 or 1, got 2 \(payload byte 2\)"),
-    ("c4170df1020000002255609c07ddfe85010000000100000014", r"unknown variant 20 of Control.*\(payload byte 0\)"),
+    (BAD_TAG, r"Update\.next_plan: option tag must be 0 or 1, got 2 \(payload byte 2\)"),
+    (BAD_VARIANT, r"unknown variant 20 of Control.*\(payload byte 0\)"),
 ])
 def test_2_bad_tags_and_variants(frame, text):
     with pytest.raises(ff.PayloadError, match=text):
@@ -230,10 +236,13 @@ def test_11_what_is_no_number_names_key_and_type(value, text):
 # 12: text.
 
 
+BAD_TEXT = "c4170df10200000041324a348620468e02000000050000000d0002c328"
+
+
 def test_12_bytes_that_are_no_text():
     text = r"DashboardSetMetadata\.json: text is not UTF-8.*\(payload byte 3\)"
     with pytest.raises(ff.PayloadError, match=text) as caught:
-        decode("c4170df10200000041324a348620468e02000000050000000d0002c328")
+        decode(BAD_TEXT)
     assert not isinstance(caught.value, UnicodeError)
     for raw in ("03eda080", "02c080"):
         with pytest.raises(ff.PayloadError, match=r"not UTF-8.*\(payload byte 2\)"):
@@ -279,6 +288,26 @@ def test_13_the_reserved_rank_is_read_but_not_converted():
     with pytest.raises(ff.EncodeError, match=r"Checkpoint\.target_rank.*-1"):
         ff.control_wire_to_msg(ff.Checkpoint(0, np.int64(-1)))
     assert ff.control_wire_to_msg(ff.DeclareDead(2**64 - 1)) == convert.DeclareDead()
+
+
+# 14: what fails leaves nothing behind.
+
+
+@measures_memory
+def test_14_failing_decodes_and_encodes_leak_nothing():
+    good = CODEC.encode(ff.MetricsMsg(3, 5, scalars={"loss": (0.5, 3)}))
+    bad = [*map(bytes.fromhex, (BAD_TAG, BAD_VARIANT, BAD_TEXT)), good[:-1] + b"?"]
+    bad += [good[:size] for size in range(0, len(good), 7)]
+    first, second = np.float32(0.5), object()
+    calls = [
+        lambda raw: CODEC.decode(raw), lambda raw: CODEC.timing_columns(raw + b"?"),
+        lambda raw: CODEC.decode(memoryview(raw), trailing="error"),
+        lambda raw: CODEC.encode(ff.MetricsMsg(0, 0, scalars={"first": (first, 1), "second": (second, 1)})),
+        lambda raw: CODEC.encode_many([ff.LrUpdate(0, first), ff.LrUpdate(0, second)]),
+    ]
+    check_that_nothing_is_left(
+        (partial(call, raw) for raw, call in itertools.product(bad, calls)), [first, second, *bad]
+    )
 
 
 # 16: sizes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import signal
 import socket
@@ -32,14 +33,17 @@ from channel_support import (
     exactly,
     greeting,
     message_bytes,
+    nobody_listens,
     relay,
     round_bytes,
     running,
 )
 from conftest import REVISIONS, SALT
+from round_support import measures_memory
+from worker_support import until
 
 import flodl_fast as ff
-from flodl_fast import net
+from flodl_fast import aio, channel, net
 from flodl_fast.net import Deadlines
 
 OTHER = bytes(reversed(SALT))
@@ -144,13 +148,12 @@ def test_a_rank_outside_the_world_is_refused(flavour, rank):
 
 
 def test_dialling_goes_on_until_somebody_answers(flavour):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-    made = running(
-        flavour.DataChannel.connect, address, CODEC, RANK, WORLD, deadlines=Deadlines(attempts=1000, pause=0.01)
-    )
-    time.sleep(0.05)
-    with socket.create_server(address) as listener:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))  # Nobody listens yet, and nobody else can.
+        deadlines = Deadlines(attempts=10**6, pause=0.01)
+        made = running(flavour.DataChannel.connect, listener.getsockname(), CODEC, RANK, WORLD, deadlines=deadlines)
+        time.sleep(0.05)
+        listener.listen()
         far, _ = listener.accept()
     with far:
         assert exactly(far, 16) == ref.data_hello(RANK, WORLD)
@@ -164,10 +167,9 @@ def test_dialling_goes_on_until_somebody_answers(flavour):
 
 
 def test_dialling_ends_after_its_attempts(flavour):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-    with pytest.raises(ff.HandshakeError, match=f"127.0.0.1:{address[1]} did not answer in 3 attempts"):
+    with nobody_listens() as address, pytest.raises(ff.HandshakeError) as caught:
         flavour.JoinChannel.connect(address, CODEC, deadlines=Deadlines(attempts=3, pause=0.001))
+    assert f"127.0.0.1:{address[1]} did not answer in 3 attempts" in str(caught.value)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7000", ("127.0.0.1",), 7000, None])
@@ -327,6 +329,15 @@ def test_a_message_in_pieces_survives_every_timeout(flavour, way):
 
 
 @BOTH
+@pytest.mark.parametrize("wait", [math.inf, 1e12])
+def test_a_wait_may_be_as_long_as_you_like(flavour, way, wait):
+    channel, far = flavour.connect("control", way)
+    coming = running(channel.recv, wait, liveness=wait)
+    far.sendall(message_bytes(way, ff.Shutdown()))
+    assert coming.result(WAIT) == ff.Shutdown()
+
+
+@BOTH
 def test_bytes_one_by_one(flavour, way):
     channel, far = flavour.connect("control", way)
     got = running(channel.recv, WAIT)
@@ -423,7 +434,7 @@ def test_liveness_counts_across_calls(flavour, way):
     time.sleep(0.06)
     assert channel.recv(0, liveness=0.05) == PLAN  # What is there counts, however late it is looked at.
     with pytest.raises(TimeoutError):
-        channel.recv(0.01, liveness=0.1)
+        channel.recv(0.01, liveness=WAIT)
     with pytest.raises(ff.ChannelError, match=r"no message for 0\.1 s"):
         channel.recv(WAIT, liveness=0.1)
     assert channel.closed
@@ -502,7 +513,7 @@ def test_a_reader_that_stands_still_ends_a_send(flavour, way):
 
 @BOTH
 def test_a_slow_reader_does_not(flavour, way):
-    channel, far = flavour.connect("control", way, write_stall=0.3)
+    channel, far = flavour.connect("control", way, write_stall=2.0)
     message = ff.DashboardSetMetadata(RANK, "x" * (4 << 20))
     sent = running(channel.send, message)
     expected = message_bytes(way, message)
@@ -511,7 +522,7 @@ def test_a_slow_reader_does_not(flavour, way):
         chunk = far.recv(1 << 19)
         assert chunk
         got += chunk
-        time.sleep(0.06)
+        time.sleep(0.12)
     assert got == expected
     sent.result(WAIT)
 
@@ -736,6 +747,12 @@ def test_an_unrealized_reply_leaves_out_as_it_was(flavour, way):
     controller.result(WAIT)
     assert not frame.realized
     assert equal(mine, arrays((2, 3)))
+    # What does not match is refused whatever its weight.
+    other = round_bytes(way, ff.RoundFrame(arrays((3, 2)), MODEL, 0.0))
+    controller = served(far, way, mine, weight=0.0, reply=other)
+    with pytest.raises(ff.TensorError, match=r"tensor 0: .*\(3, 2\).*\(2, 3\)"):
+        channel.all_reduce(mine, MODEL, 0.0, out=mine)
+    controller.result(WAIT)
     # Nothing is believed without its MAC, a weight of 0 neither.
     forged = bytearray(reply)
     forged[-1] ^= 1
@@ -869,17 +886,37 @@ def test_a_view_of_other_shapes_is_refused(flavour, way, shapes, text):
 
 
 @BOTH
-def test_a_reply_in_pieces_may_take_longer_than_one_wait(flavour, way):
+def test_a_reply_in_pieces_may_take_longer_than_one_wait(flavour, way, monkeypatch):
+    """Each piece has the whole of it again; what passes meanwhile is kept from the clock."""
+    waits = waited_for(monkeypatch)
     channel, far = flavour.connect("data", way, reply=0.5)
     mine = arrays((2,))
     controller = served(far, way, mine)
     result = running(channel.all_reduce, mine, MODEL, 2.0)
     controller.result(WAIT)
     reply = round_bytes(way, ff.RoundFrame(mine, MODEL, 3.0))
-    for at in range(0, len(reply), 12):
+    pieces = range(0, len(reply), 12)
+    for number, at in enumerate(pieces, 1):
+        until(lambda number=number: waits.count(0.5) == number)
         far.sendall(reply[at : at + 12])
-        time.sleep(0.15)
     assert result.result(WAIT).weight == 3.0
+    assert waits.count(0.5) == len(pieces) > 1
+
+
+def waited_for(monkeypatch):
+    """The seconds that channels would wait, one for each wait; all of them wait for as long as it takes."""
+    waits = []
+
+    def endless(wait):
+        def waiting(*args):
+            waits.append(args[-1])
+            return wait(*args[:-1], None)
+
+        return waiting
+
+    monkeypatch.setattr(channel._Link, "_ready", endless(channel._Link._ready))
+    monkeypatch.setattr(aio, "_waiter", endless(aio._waiter))
+    return waits
 
 
 @BOTH
@@ -994,6 +1031,29 @@ def test_a_rank_that_came_as_to_a_relay_is_not_told_of_deaths(flavour):
 
 
 @BOTH
+def test_a_served_frame_that_has_begun_is_waited_for(flavour, way):
+    channel, far = flavour.serve("data", way)
+    data = round_bytes(way, ff.RoundFrame(arrays((3,)), CONTROL), "HostFrame")
+    late = []
+
+    def poll():
+        while True:
+            try:
+                return channel.recv(0)
+            except TimeoutError:
+                late.append(channel._rounds.begun)
+
+    coming = running(poll)
+    far.sendall(data[:-1])
+    until(lambda: channel._rounds.begun)
+    before = len(late)
+    time.sleep(0.1)  # in which a call that does not wait comes back many times
+    assert len(late) <= before + 1
+    far.sendall(data[-1:])
+    assert equal(coming.result(WAIT).tensors, arrays((3,)))
+
+
+@BOTH
 def test_a_served_frame_that_stands_still(flavour, way):
     channel, far = flavour.serve("data", way, starvation=0.1)
     far.sendall(round_bytes(way, ff.RoundFrame(arrays((2,)), MODEL, 1.0), "HostFrame")[:12])
@@ -1086,7 +1146,7 @@ print(peak("VmHWM") - before)
 
 
 @BOTH
-@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+@measures_memory
 def test_a_round_in_place_takes_one_frame_of_memory(way):
     from flodl_fast.channel import accept
 
@@ -1199,13 +1259,14 @@ def test_a_signature_that_does_not_fit_the_revision_is_not_sent(flavour, way, re
 def test_a_hello_of_another_revision_is_refused_at_once(flavour, what, mine, theirs):
     """Its first bytes say so: none that the other revision does not send are waited for."""
     near, far = flavour.pair()
-    made = running(flavour.accept, near, ff.Codec(SALT, mine), WORLD)
+    waits = Deadlines(first_bytes=2 * WAIT, handshake=2 * WAIT)
+    made = running(flavour.accept, near, ff.Codec(SALT, mine), WORLD, deadlines=waits)
     far.sendall(greeting(what, "relay", revision=theirs)[0])
     found, expected = (VERSIONS[what][revision] for revision in (theirs, mine))
     names = "0.8" if theirs == "0.8" else "0.6 or 0.7"
     error = rf"{what} hello version {found} \(of {names}\), revision {mine} has {expected}"
     with pytest.raises(ff.HandshakeError, match=error) as raised:
-        made.result(net.Deadlines().handshake / 2)
+        made.result(WAIT)
     assert isinstance(raised.value.__cause__, ff.VersionMismatchError)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -129,6 +130,16 @@ QUESTIONS = [
     {"salt": None},
     {},
 ]
+
+
+@pytest.mark.parametrize(("mode", "line", "error"), [
+    ("encode", {}, "a line has salt, kind, msg; this one lacks salt, kind, msg"),
+    ("encode", {"salt": SALT_HEX, "kind": "Control"}, "a line has salt, kind, msg; this one lacks msg"),
+    ("decode", {"salt": SALT_HEX}, "a line has salt, frame; this one lacks frame"),
+    ("decode", {"salt": SALT_HEX, "frame": None}, "frame must be text, got NoneType"),
+])
+def test_a_line_that_lacks_something_is_told_what(ask, mode, line, error):
+    assert ask(mode, [line]) == [{"error": error}]
 
 
 def test_encode_answers_as_the_crate_does(ask, peer):
@@ -389,7 +400,7 @@ def test_a_terminal_gets_lines_of_its_width(run, stream, monkeypatch):
 
 
 def test_a_character_that_the_output_lacks_is_no_reason_to_stop(stream):
-    done = start("inspect", stream, env={"PYTHONIOENCODING": "ascii"})
+    done = start("inspect", stream, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0
     assert b"\\u2026 and 2 more" in done.stdout
 

@@ -470,8 +470,13 @@ def test_limits_that_cannot_be(name):
 
 @pytest.mark.parametrize("wrong", ["0.5", "0.6.0", "0.9", "", 0.6, None])
 def test_revisions_that_are_not_spoken(wrong):
-    with pytest.raises(ValueError, match=r"not supported; supported: 0\.6, 0\.7, 0\.8"):
+    with pytest.raises(ValueError, match=r"not supported; supported: '0\.6', '0\.7', '0\.8'"):
         ff.Codec(SALT, wrong)
+
+
+def test_a_revision_given_as_a_number_is_asked_for_as_a_string():
+    with pytest.raises(ValueError, match=r"0\.8 \(a float, not a string\) is not supported"):
+        ff.Codec(SALT, 0.8)
 
 
 def test_measures():

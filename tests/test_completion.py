@@ -14,7 +14,7 @@ import pytest
 
 from flodl_fast.cli import main
 
-SECONDS = 30
+SECONDS = 120
 
 
 def script(shell, capsys):

@@ -119,7 +119,8 @@ def test_ranks_are_told_and_tell_as_the_protocol_says(recorded):
         assert {batch["rank"] for batch in batches} == {rank}
         names = [frame.name for frame in traffic.legs[f"rank {rank} control", Direction.UP]]
         assert (names[-1], names.count("Metrics"), names.count("LrUpdate")) == ("Exiting", 3, 30)
-        assert traffic.legs[f"rank {rank} control", Direction.DOWN][-1].name == "Shutdown"
+        told = [frame.name for frame in traffic.legs[f"rank {rank} control", Direction.DOWN]]
+        assert [name for name in told if name != "CoordHeartbeat"][-1] == "Shutdown"  # heartbeats go on until it leaves
 
 
 def test_learning_rates_are_those_of_the_cohorts_steps(recorded):
@@ -364,6 +365,18 @@ def test_the_demonstration_reaches_its_target_and_leaves_a_capture(tmp_path, mon
     entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(entries) == table.messages
     assert sum(entry["size"] for entry in entries) == table.bytes - 4 * (table.messages - 12)
+
+
+def test_epochs_that_are_told_at_once(capsys):
+    """The second with no message since the first, as where a controller is read late."""
+    tap = demo.Tap(CODEC)
+    row = demo._table(RECIPE, tap)
+    tap.server_close()
+    for epoch in range(2):
+        row(epoch, 0.5, 0.25)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        [f"{epoch}/3", "0.5000", "25.0%", "0", "0", "0.0%"] for epoch in (1, 2)
+    ]
 
 
 def test_a_missed_target_is_exit_code_1(noise, capsys):

@@ -81,6 +81,8 @@ def test_long_values_are_abbreviated():
 def test_the_codec_hides_its_salt():
     assert repr(CODEC).startswith("Codec(<salt>, revision='0.6', ")
     assert SALT.hex() not in repr(CODEC)
+    assert "lenient" not in repr(CODEC)
+    assert repr(ff.Codec(SALT, lenient=True)).endswith(", lenient=True)")
 
 
 def test_channels_and_the_worker():

@@ -181,4 +181,4 @@ print(model.tree["far"].tolist(), model.tree["split"].tolist())
 
 
 def test_the_repr(tree, state):
-    assert repr(module.Model(tree, state)) == "flodl_fast.jax.Model(3 parameters, 1 buffers, 48 bytes)"
+    assert repr(module.Model(tree, state)) == "flodl_fast.jax.Model(3 parameters, 1 buffer, 48 bytes)"

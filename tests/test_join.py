@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from channel_support import nobody_listens
 from conftest import SALT
 from local_support import AGENT
 from worker_support import WAIT, Running, until
@@ -287,7 +289,7 @@ def test_an_exit_is_reported_though_the_output_stays_open(window, monkeypatch):
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["obeys", "has to be killed"])
 def test_abort(window, capfd, monkeypatch, tmp_path, deaf):
-    monkeypatch.setattr(join, "TERMINATE_GRACE", 0.5)
+    monkeypatch.setattr(join, "TERMINATE_GRACE", 0.5 if deaf else WAIT)
 
     def script() -> dict[int, int]:
         channel, _ = window.form()
@@ -483,16 +485,30 @@ def test_an_answer_that_does_not_come(window, capfd, monkeypatch):
 
 def test_nobody_there(capfd, monkeypatch):
     monkeypatch.setenv("FLODL_NET_TIMEOUT_SCALE", "0.1")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    assert join.run(parse(f"127.0.0.1:{port}", "--", "true")) == Exit.TIMED_OUT
+    with nobody_listens() as (_, port):
+        assert join.run(parse(f"127.0.0.1:{port}", "--", "true")) == Exit.TIMED_OUT
     assert f"127.0.0.1:{port} did not answer in 6 attempts" in capfd.readouterr().err
 
 
-def test_a_world_that_does_not_form_and_what_is_shown_meanwhile(window, capfd, monkeypatch):
+def test_a_world_that_does_not_form(window, capfd, monkeypatch):
     monkeypatch.setattr(protocol, "FORMATION_MARGIN", 0.4)
+
+    def script() -> None:
+        channel, _ = window.admit()
+        with channel:
+            channel.send(ff.JoinAccept([0], SALT.hex(), 0))
+            with pytest.raises(ff.ChannelClosed):
+                channel.recv(WAIT)
+
+    assert joining(window, script, "--", "true")[0] == Exit.TIMED_OUT
+    assert "the world has not formed in time" in capfd.readouterr().err
+
+
+def test_what_is_shown_until_the_world_forms(window, capfd, monkeypatch):
     monkeypatch.setattr(join, "STATUS_EVERY", 0.05)
+    monkeypatch.setattr(join, "SAY_EVERY", math.inf)
     state = {"phase": "waiting", "joined_ranks": 1, "joined_hosts": 1, "min_rank_start": 2, "target_ranks": 3}
+    state["members"] = []
     ok = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
     window.pages = [
         ok + json.dumps(state).encode(),
@@ -507,24 +523,24 @@ def test_a_world_that_does_not_form_and_what_is_shown_meanwhile(window, capfd, m
     def script() -> list[bytes]:
         channel, _ = window.admit()
         with channel:
-            channel.send(ff.JoinAccept([0], SALT.hex(), 0))
+            channel.send(ff.JoinAccept([0], SALT.hex(), 600))
+            channel.rekey(CODEC)
             asked = [window.serve_page() for _ in range(7)]
-            with pytest.raises(ff.ChannelClosed):
-                channel.recv(WAIT)
+            channel.send(ff.JoinAbort("too few"))
             return asked
 
     code, asked = joining(window, script, "--", "true")
-    assert code == Exit.TIMED_OUT
+    assert code == Exit.ABORTED
     assert asked == [b"GET /state.json HTTP/1.1"] * 7
     said = [line.partition("join: ")[2] for line in capfd.readouterr().err.splitlines()]
-    assert [line.partition(", up to")[0] for line in said[2:]] == [
+    assert [line.partition("; waits")[0] for line in said[2:]] == [
         "waiting: 1 of 3 ranks on 1 host(s)",
         "waiting: 2 of at least 2 ranks on 2 host(s)",
-        "staging: 1 of 3 ranks on 1 host(s), start manual",
-        "staging: 1 of 3 ranks on 1 host(s), start hybrid and given",
+        "staging: 1 of 3 ranks on 1 host(s), start manual, not given yet",
+        "staging: 1 of 3 ranks on 1 host(s), start hybrid, given",
         "waiting: 1 of 3 ranks on 1 host(s)",
         "still waiting",
-        "the world has not formed in time",
+        "the controller gives the run up: too few",
     ]
 
 

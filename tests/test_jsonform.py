@@ -99,7 +99,7 @@ def test_revisions_that_are_not_spoken(wrong):
     for call in (
         lambda: ff.from_json("Timing", LR, revision=wrong), lambda: ff.to_json(ff.SyncNow(), revision=wrong),
     ):
-        with pytest.raises(ValueError, match=r"not supported; supported: 0\.6, 0\.7, 0\.8"):
+        with pytest.raises(ValueError, match=r"not supported; supported: '0\.6', '0\.7', '0\.8'"):
             call()
 
 

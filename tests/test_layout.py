@@ -113,14 +113,17 @@ def test_variants_of_a_union():
 def test_revisions_order_by_age():
     assert Revision.V0_6 < Revision.V0_7 < Revision.V0_8
     assert not Revision.V0_7 < Revision.V0_7
+    assert Revision.V0_8 >= Revision.V0_8 > Revision.V0_7 >= Revision.V0_6 <= Revision.V0_6
     assert max(Revision) is Revision.V0_8
+    with pytest.raises(TypeError, match="not supported between instances of 'Revision' and 'str'"):
+        assert Revision.V0_6 < "0.7"
 
 
 def test_supported_revisions():
     for revision in Revision:
         assert supported_revision(revision.value) is supported_revision(revision) is revision
     for wrong in ("0.5", "0.6.0", "", 0.6, None, []):
-        with pytest.raises(ValueError, match=r"not supported; supported: 0\.6, 0\.7, 0\.8"):
+        with pytest.raises(ValueError, match=r"not supported; supported: '0\.6', '0\.7', '0\.8'"):
             supported_revision(wrong)
 
 

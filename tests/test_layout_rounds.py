@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -224,6 +225,79 @@ def test_a_record_is_not_written_over_its_own_arrays(strides):
     with pytest.raises(ValueError, match="tensor 0: the array lies in the frame's own buffer"):
         layout.encode_record(CODEC, [inside], 0, 1.0, ff.MuxKind.HOST_FRAME, room)
     assert room == before
+
+
+KINDS = [ff.MuxKind.HOST_FRAME, ff.MuxKind.BROADCAST]
+
+
+@pytest.mark.parametrize("record", KINDS)
+@pytest.mark.parametrize("sizes", [[], [0, 3], [5, 16_384, 3], [100_001], [7] * 3000], ids=lambda s: str(s)[:24])
+@pytest.mark.parametrize("after", [b"", bytes(2), bytes(300)], ids=len)
+def test_a_record_is_opened_with_its_frame(record, sizes, after):
+    tensors = [noise(i, size) for i, size in enumerate(sizes)]
+    layout = ff.TensorLayout.of(tensors)
+    raw = CODEC.encode_mux(ff.MuxRecord(record, 0, layout.encode(CODEC, tensors, 1, 2.0) + after))
+    given, into = [[np.ones_like(tensor) for tensor in tensors] for _ in range(2)]
+    frames = [CODEC.decode_round(raw + b"more", record=record, **how) for how in ({}, {"copy": False}, {"out": given})]
+    frames.append(ff.RoundFrame(into, *layout.decode_into(CODEC, raw, into, record=record)))
+    for frame in frames:
+        assert (frame.kind, frame.weight) == (ff.RoundKind.CONTROL, 2.0)
+        assert [words(tensor) for tensor in frame.tensors] == [words(tensor) for tensor in tensors]
+    for buffer in (raw, raw + b"more"):
+        extra = (buffer != raw) or len(after)
+        if not extra:
+            assert layout.decode_into(CODEC, buffer, into, record=record, trailing="error") == (1, 2.0)
+            continue
+        with pytest.raises(ff.TrailingDataError, match=f"^{4 if buffer != raw else extra} extra bytes after a "):
+            layout.decode_into(CODEC, buffer, into, record=record, trailing="error")
+
+
+def refused(call, *args, **options):
+    """The class and the text of what a call raises."""
+    with pytest.raises(ff.DecodeError) as caught:
+        call(*args, **options)
+    return type(caught.value), str(caught.value)
+
+
+def damaged_records():
+    """Records around a frame of arrays(1): damaged, or around a damaged frame; what should be found."""
+    frame = ff.TensorLayout.of(arrays(1)).encode(CODEC, arrays(1), 0, 2.0)
+    seal = partial(CODEC.seal_record, ff.MuxKind.BROADCAST, 0)
+    whole = seal(frame)
+    for i in range(len(whole)):
+        yield whole[:i] + bytes([whole[i] ^ 0x40]) + whole[i + 1 :]
+        yield whole[:i]
+    for i in range(len(frame)):
+        yield seal(frame[:i] + bytes([frame[i] ^ 0x40]) + frame[i + 1 :])
+        yield seal(frame[:i])
+        yield seal(frame[:i] + bytes([frame[i] ^ 1]) + frame[i + 1 :] + b"more")
+
+
+def test_a_damaged_record_is_refused_as_record_and_frame_one_by_one_are():
+    layout = ff.TensorLayout.of(arrays(1))
+    into = arrays(9)
+    seen = set()
+    for raw in damaged_records():
+        expected = refused(lambda raw: CODEC.decode_round(CODEC.open_record(raw)[2]), raw)
+        assert refused(CODEC.decode_round, raw, record=ff.MuxKind.BROADCAST) == expected
+        expected = refused(lambda raw: layout.decode_into(CODEC, CODEC.open_record(raw)[2], into), raw)
+        assert refused(layout.decode_into, CODEC, raw, into, record=ff.MuxKind.BROADCAST) == expected
+        seen.add(expected[0])
+    assert [words(a) for a in into] == [words(a) for a in arrays(9)]
+    assert seen >= {ff.AuthenticationError, ff.BadMagicError, ff.LimitError, ff.TruncatedError, ff.UnknownKindError}
+
+
+@pytest.mark.parametrize("record", KINDS)
+def test_a_record_of_another_kind_is_refused(record):
+    layout = ff.TensorLayout.of(arrays(1))
+    other = KINDS[1 - KINDS.index(record)]
+    raw = CODEC.seal_record(other, 0, layout.encode(CODEC, arrays(1), 0, 2.0))
+    into = arrays(9)
+    with pytest.raises(ff.UnknownKindError, match=f"a {other.name} record where a {record.name} one was expected"):
+        layout.decode_into(CODEC, raw, into, record=record)
+    with pytest.raises(ValueError, match="7 is not a valid MuxKind"):
+        layout.decode_into(CODEC, raw, into, record=7)
+    assert [words(a) for a in into] == [words(a) for a in arrays(9)]
 
 
 # Parts, to send without joining --------------------------------------------------------------------------

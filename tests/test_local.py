@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -76,9 +77,12 @@ class RawRank:
         self.data.gather(0)
         self.control.send(ff.SyncAck(self.rank, 0, 0.0))
 
-    def leave(self) -> None:
-        while not isinstance(self.recv(), ff.Shutdown):
+    def wait_for(self, kind: type) -> None:
+        while not isinstance(self.recv(), kind):
             pass
+
+    def leave(self) -> None:
+        self.wait_for(ff.Shutdown)
         self.control.send(ff.Exiting(self.rank))
         self.close()
 
@@ -387,6 +391,28 @@ def test_stop(save):
         assert result.reason is None
 
 
+def test_what_a_rank_trains_before_the_update_waits_for_the_next_average():
+    with LocalCluster(2, samples=4, batch=1, epochs=1) as cluster:
+        first, second = (RawRank(cluster, rank) for rank in range(2))
+        for rank in (first, second):
+            rank.step(1)
+        first.wait_for(ff.RequestParams)
+        first.control.send(ff.SyncAck(0, 0, 0.0))
+        first.step(2)  # before it is told of the Throttle
+        first.control.send(ff.EvalResult(0, 0, 0, 0.0, 0.0))
+        second.wait_for(ff.EvalBroadcast)  # The step has been taken by then.
+        second.control.send(ff.SyncAck(1, 0, 0.0))
+        first.report(0, 2, 1)
+        second.report(0, 1, 1)
+        second.wait_for(ff.RequestParams)
+        for rank in (first, second):
+            rank.control.send(ff.SyncAck(rank.rank, 0, 0.0))
+        for rank in (first, second):
+            rank.leave()
+        result = cluster.wait(WAIT)
+    assert (result.averages, result.global_step) == (2, 3)
+
+
 # ------------------------------------------------------------------------------------------------------------ deaths
 
 
@@ -395,8 +421,9 @@ def finished(cluster: LocalCluster, ranks: list[Running]) -> tuple[LocalResult, 
     return result, [rank.result() for rank in ranks]
 
 
-def test_a_silent_rank_is_dead_and_its_work_goes_to_the_others():
-    with LocalCluster(3, samples=60, batch=2, epochs=2, heartbeat_timeout=1.5) as cluster:
+def test_a_silent_rank_is_dead_and_its_work_goes_to_the_others(monkeypatch):
+    monkeypatch.setattr("flodl_fast.worker.HEARTBEAT", 0.1)  # The others' are not to be missed.
+    with LocalCluster(3, samples=60, batch=2, epochs=2, heartbeat_timeout=2.5) as cluster:
         silent = RawRank(cluster, 2)
         ranks = [start(addresses(cluster, rank), batch=2, pause=0.05) for rank in range(2)]
         assert silent.recv() == ff.SetEpochCallbackRole(0)
@@ -407,12 +434,27 @@ def test_a_silent_rank_is_dead_and_its_work_goes_to_the_others():
         with pytest.raises(ff.ChannelError, match="declared rank 2 dead"):
             silent.data.all_reduce([np.zeros(3, f32)], ff.RoundKind.CONTROL, 0.0)
         silent.close()
-    assert result.dead == {2: "no sign of life for 1.5 s"}
+    assert result.dead == {2: "no sign of life for 2.5 s"}
     assert [len(metrics.per_rank[2]) for metrics in result.epochs] == [0, 0]
     # Both stood still in the first average for want of rank 2, within their plans, which its other 16 samples extend.
     assert sorted(ranks[0].picks[0] + ranks[1].picks[0]) == [*range(40), *range(44, 60)]
     assert [rank.picks[1] for rank in ranks] == [[*range(20)], [*range(20, 40)]]
     assert ranks[0].params[0].tobytes() == ranks[1].params[0].tobytes()
+
+
+def test_what_a_dead_rank_has_inherited_is_inherited_again():
+    with LocalCluster(3, samples=60, batch=2, epochs=1) as cluster:
+        ranks = [RawRank(cluster, rank) for rank in range(3)]
+        plans = [rank.recv(ff.SetEpochCallbackRole).plan for rank in ranks]
+        assert plans == [ff.EpochPlan(0, 0, 20), ff.EpochPlan(0, 20, 20), ff.EpochPlan(0, 40, 20)]
+        ranks[2].step(6)  # 12 of its samples
+        ranks[2].control.close()
+        assert [rank.recv() for rank in ranks[:2]] == [ff.ExtendPartition(52, 4), ff.ExtendPartition(56, 4)]
+        ranks[1].step(11)  # all of its own 20, and 2 of those
+        ranks[1].control.close()
+        assert ranks[0].recv() == ff.ExtendPartition(58, 2)
+        for rank in ranks:
+            rank.close()
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "relay"])
@@ -456,18 +498,27 @@ def test_the_last_rank_that_dies_ends_the_run():
 # ------------------------------------------------------------------------------------------------------------ faults
 
 
+def wait_no_longer(cluster: LocalCluster) -> None:
+    """Now that the test has come so far, half a second from the start is all that ranks have to come."""
+    cluster._coordinator._dial_in = 0.5
+
+
 def test_why_a_rank_was_refused_is_told_where_it_is_missed():
-    with LocalCluster(1, samples=3, batch=1, epochs=1, dial_in=0.5) as cluster:
+    with LocalCluster(1, samples=3, batch=1, epochs=1) as cluster:
         address = addresses(cluster, 0, direct=False)["data"]
         with pytest.raises(ff.HandshakeError):
             DataChannel.connect(address, ff.Codec(cluster.salt, "0.8"), 0, 1, deadlines=Deadlines(attempts=1))
+        until(lambda: cluster._coordinator.refusal)
+        wait_no_longer(cluster)
         with pytest.raises(ff.ChannelError, match=r"\[0\] have not come in 0.5 s; the last .* version 3 \(of 0\.8\)"):
             cluster.wait(WAIT)
 
 
 def test_ranks_that_do_not_come():
-    with LocalCluster(3, samples=3, batch=1, epochs=1, dial_in=0.5) as cluster:
+    with LocalCluster(3, samples=3, batch=1, epochs=1) as cluster:
         rank = RawRank(cluster, 1)
+        until(lambda: 1 in cluster._coordinator._ranks)
+        wait_no_longer(cluster)
         with pytest.raises(ff.ChannelError, match=r"ranks \[0, 2\] have not come in 0.5 s"):
             cluster.wait(WAIT)
         with pytest.raises(ff.ChannelError):
@@ -476,7 +527,7 @@ def test_ranks_that_do_not_come():
 
 
 def test_ranks_that_do_not_agree_on_formation():
-    with LocalCluster(2, samples=2, batch=1, epochs=1, dial_in=0.5) as cluster:
+    with LocalCluster(2, samples=2, batch=1, epochs=1) as cluster:
 
         def life(rank):
             with pytest.raises(ff.ChannelError), Worker(
@@ -485,6 +536,8 @@ def test_ranks_that_do_not_agree_on_formation():
                 list(worker.plans())
 
         ranks = [Running(life, rank) for rank in range(2)]
+        until(lambda: 0 in cluster._reducer.present() and 1 in cluster._coordinator._ranks)
+        wait_no_longer(cluster)
         error = r"ranks \[0\] still wait in the rounds of their formation after 0.5 s, ranks \[1\] do not: .*formation="
         with pytest.raises(ff.ChannelError, match=error):
             cluster.wait(WAIT)
@@ -496,6 +549,21 @@ def test_a_rank_that_leaves_before_all_are_there():
     with LocalCluster(2, samples=2, batch=1, epochs=1) as cluster:
         RawRank(cluster, 1).close()
         with pytest.raises(ff.ChannelError, match="rank 1 left before all ranks were there"):
+            cluster.wait(WAIT)
+
+
+def test_a_rank_whose_data_ends_just_as_its_control_comes():
+    with LocalCluster(1, samples=3, batch=1, epochs=1) as cluster:
+        arriving = SimpleNamespace(ranks=(0,), model_sigs=())
+
+        def post(call, *args):  # the end of its data is told before it is taken in
+            del cluster._coordinator.post
+            cluster._lost((0,), "the stream ends")
+            cluster._coordinator.post(call, *args)
+
+        cluster._coordinator.post = post
+        assert cluster._coordinator.arrived(arriving)
+        with pytest.raises(ff.ChannelError, match="rank 0 left before all ranks were there: the stream ends"):
             cluster.wait(WAIT)
 
 
@@ -512,6 +580,20 @@ def test_tensors_that_do_not_match():
                 running.result()
         for rank in ranks:
             rank.close()
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "relay"])
+def test_the_ceiling_of_a_frame_can_be_set(direct):
+    tensors = [np.ones(1000, f32)]
+    size = ff.TensorLayout.of(tensors).frame_size
+    with LocalCluster(1, samples=1, batch=1, epochs=1, frame_ceiling=size) as cluster:
+        rank = RawRank(cluster, 0, direct)
+        assert rank.data.all_reduce(tensors, ff.RoundKind.MODEL, 1.0).tensors[0].tolist() == [1.0] * 1000
+        with pytest.raises(ff.ChannelError):
+            rank.data.all_reduce([np.ones(1001, f32)], ff.RoundKind.MODEL, 1.0)
+        with pytest.raises(ff.ChannelError, match=rf"{size + 4} bytes is above the limit of {size} \(frame_ceiling\)"):
+            cluster.wait(WAIT)
+        rank.close()
 
 
 def test_strangers_are_refused_and_nobody_minds(caplog):
@@ -578,6 +660,7 @@ def test_messages_that_mean_nothing_are_dropped(caplog):
 
 def test_an_average_that_never_closes_ends_with_a_save(monkeypatch):
     monkeypatch.setattr("flodl_fast.local.CEILING", 0.1)
+    monkeypatch.setattr("flodl_fast.local.BEACON", 600)  # With it goes the look at who is silent.
     with LocalCluster(1, samples=2, batch=1, epochs=1, heartbeat_timeout=0.01) as cluster:
         rank = RawRank(cluster, 0)
         rank.step(1)

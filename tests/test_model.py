@@ -77,7 +77,28 @@ def test_what_has_no_signature_is_a_model_that_tells_none():
         ff.model_sig({"\ud800": np.ones(2, f32)})
 
 
+FLAT = np.zeros((4, 6), f32)
+
+
+@pytest.mark.parametrize(("params", "buffers", "error"), [
+    ([FLAT, FLAT], [], "params: tensor 0 and params: tensor 1 share memory, which would be averaged twice"),
+    ({"a": np.zeros(3, f32), "b": FLAT, "tied": FLAT}, {}, "params: tensor 1 and params: tensor 2 share"),
+    ([FLAT[0], FLAT[2:], np.zeros(2, f32), FLAT[:2, 5]], [], "params: tensor 0 and params: tensor 3 share"),
+    ([FLAT[:, ::-2], FLAT.T[3]], [], "params: tensor 0 and params: tensor 1 share"),
+    ([FLAT], {"running": FLAT[1]}, "params: tensor 0 and buffers: tensor 0 share"),
+    ([memoryview(FLAT), FLAT[3, 5:]], [], "params: tensor 0 and params: tensor 1 share"),
+])
+def test_memory_is_given_once(params, buffers, error):
+    with pytest.raises(ValueError, match=error):
+        Model.of(params, buffers)
+
+
+def test_parts_of_one_block_are_apart():
+    columns = [*np.split(FLAT, 3, axis=1)[:2], FLAT[::2, 4], FLAT[1::2, 4][::-1], FLAT[:, 5], FLAT[:0], FLAT[:0]]
+    assert len(Model.of(columns, []).params) == 7
+
+
 def test_the_repr():
     model = Model.of([np.zeros(3, f32)], [])
-    assert repr(model) == "flodl_fast.model.Model(1 parameters, 0 buffers, 12 bytes)"
+    assert repr(model) == "flodl_fast.model.Model(1 parameter, 0 buffers, 12 bytes)"
     assert Model.of(model, ()) is model

@@ -144,11 +144,16 @@ def test_what_is_passed_over_is_told():
     fragment[6:8] = b"\x20\x00"
     udp = bytearray(Talk().up(b"x"))
     udp[9] = 17
-    packets = [bytes(fragment), bytes(udp), Talk().up(b"x")[:30], *conversation(Talk(("10.0.0.9", 41000)))]
+    short = bytearray(Talk().up(b"x")[:14])
+    short[0] = 0x40
+    packets = [
+        bytes(fragment), bytes(udp), Talk().up(b"x")[:30], bytes(short), *conversation(Talk(("10.0.0.9", 41000)))
+    ]
     entries, found = inspect(pcap(packets))
     assert seen(entries) == WHAT
     assert found.notes[1:] == [
         "1 packets passed over: fragments of IP packets", "1 packets passed over: cut inside their headers",
+        "1 packets passed over: of IP with a header that cannot be",
     ]
     _, found = inspect(pcap(conversation(Talk()), link=147))
     assert found.notes == ["9 packets, 0 TCP connections", "9 packets passed over: of link type 147, which is not read"]

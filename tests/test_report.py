@@ -22,7 +22,7 @@ from support import CODEC
 import flodl_fast as ff
 from flodl_fast.capture import CaptureWriter, Direction
 from flodl_fast.cli import main
-from flodl_fast.inspection import inspect_frames
+from flodl_fast.inspection import every_kind, inspect_frames
 from flodl_fast.summary import Summary
 
 COMMAND = [sys.executable, "-m", "flodl_fast", "inspect"]
@@ -76,6 +76,27 @@ def test_frames_of_a_kind(run):
         _, out = run(RELAY, *SALTED, "--json", *(word for kind in words for word in ("--kind", kind)))
         assert shown(out) == [entry for entry in everything if holds(entry)]
         assert 0 < len(shown(out)) < len(everything)
+
+
+@pytest.mark.parametrize(("word", "error"), [
+    ("bath", "no frame is called 'bath'; did you mean Batch?"),
+    ("evalresults", "did you mean EvalResult?"),
+    ("lobster", "no frame is called 'lobster'; known are Abort, Accept, Batch, "),
+])
+def test_a_kind_that_no_frame_has(run, capsys, word, error):
+    with pytest.raises(SystemExit) as caught:
+        run(RELAY, "--kind", word)
+    assert caught.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(TRAFFIC.glob("*.pcap*")), ids=lambda path: path.name)
+def test_the_kinds_of_all_frames_are_known(path):
+    known = {(entry.frame, entry.kind, entry.name) for entry in every_kind()}
+    with path.open("rb") as file:
+        entries = list(inspect_frames(file, salt=SALT))
+    entries += [entry.inner for entry in entries if entry.inner]
+    assert {(entry.frame, entry.kind, entry.name) for entry in entries} <= known
 
 
 def test_frames_of_a_rank(run):

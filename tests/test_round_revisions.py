@@ -436,6 +436,7 @@ def test_elided():
 @pytest.mark.parametrize(("arguments", "error"), [
     (((-1,),), ValueError), (((1 << 32,),), ValueError), (((1,) * 256,), ValueError), (((1,), "float32"), ValueError),
     (((1,), None), ValueError), (((1.5,),), TypeError), ((3,), TypeError), ((("1",),), TypeError), ((), TypeError),
+    (((2, True),), TypeError),
 ])
 def test_elided_that_cannot_be(arguments, error):
     with pytest.raises(error):

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from channel_support import CODEC, HOST, WORLD, Flavour, exactly, greeting, running
+from channel_support import CODEC, HOST, WAIT, WORLD, Flavour, exactly, greeting, running
 from local_support import AGENT
 
 import flodl_fast as ff
@@ -71,7 +71,7 @@ def test_objects_do_not_show_it():
     with near, far:
         link = running(channel.accept, near, codec, 1)
         far.sendall(codec.control_hello(0, 1))
-        with link.result(10) as end:
+        with link.result(WAIT) as end:
             objects = [
                 codec, end, ff.FrameReader(codec, "control"), ff.FrameWriter(codec, "mux"), Environment.read(environ()),
                 ff.LocalCluster(1, 1, 1, 1, salt=SALT), ff.JoinAccept([0], SALT.hex(), 60),
@@ -176,17 +176,17 @@ def test_the_join_agent_does_not_show_it(tmp_path, pre_shared):
     args = ["--host", "north", "--devices", "0,1", *(["--salt-file", str(tmp_path / "salt")] if pre_shared else [])]
     code = "from flodl_fast.environment import Environment; print(Environment.read())"
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(20)
+        listener.settimeout(WAIT)
         address = "{}:{}".format(*listener.getsockname())
         command = [*AGENT, address, *args, "--", sys.executable, "-c", code]
         agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         codec = ff.Codec(SALT if pre_shared else bytes(16))
         with channel.accept(listener.accept()[0], codec, 2) as window:
-            assert isinstance(window.recv(20), ff.JoinHello)
+            assert isinstance(window.recv(WAIT), ff.JoinHello)
             window.send(ff.JoinAccept([0, 1], None if pre_shared else SALT.hex(), 60))
             window.rekey(ff.Codec(SALT))
             window.send(ff.JoinWorldFormed(envelope(SALT.hex())))
-            shown = agent.communicate(timeout=30)
+            shown = agent.communicate(timeout=WAIT)
             with suppress(ff.ChannelError):
                 while True:
                     window.recv(0.1)

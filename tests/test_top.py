@@ -10,20 +10,23 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from channel_support import nobody_listens
 
+from flodl_fast import status
 from flodl_fast.cli import main
-from flodl_fast.status import fetch_state
+from flodl_fast.status import LARGEST, fetch_state
 
 COMMAND = [sys.executable, "-m", "flodl_fast", "top"]
 WAITING = {  # the page as docs/wire.md §7 has it
     "phase": "waiting", "joined_ranks": 2, "joined_hosts": 1, "min_rank_start": 3, "target_ranks": None,
-    "window_remaining_secs": 21.4, "cap_remaining_secs": 51, "members": [
+    "window_remaining_secs": 21, "cap_remaining_secs": 51, "members": [
         {
             "host": "a", "ranks": [0, 1], "local_devices": [0, 1], "gpus": ["RTX \x1b[2J"], "libtorch": "2.9",
             "joined_at_secs": 3,
         },
     ],
 }
+JOINED = "2 of at least 3 ranks on 1 host(s)"
 TRAINING = {**WAITING, "phase": "training", "joined_ranks": 3}
 STAGING = {**WAITING, "phase": "staging", "start_mode": "manual", "start_armed": False}
 
@@ -52,7 +55,9 @@ def controller(*pages, status=200):
 
 
 @pytest.fixture
-def run(capsys):
+def run(capsys, monkeypatch):
+    monkeypatch.setattr(status, "PATIENCE", 60)
+
     def call(*argv):
         code = main(["top", *argv])
         return code, *capsys.readouterr()
@@ -65,7 +70,7 @@ def test_once(run):
         code, out, err = run(address, "--once")
     lines = out.splitlines()
     assert (code, err) == (0, "")
-    assert lines[0] == "waiting: 2 of at least 3 ranks on 1 host(s), window open 21 s, gives up in 51 s"
+    assert lines[0] == f"waiting: {JOINED}; at the last change window open 21 s, gives up in 51 s"
     assert lines[-1].split() == ["a", "0,", "1", "0,", "1", r"'RTX", r"\x1b[2J'", "2.9", "3"]
 
 
@@ -83,9 +88,28 @@ def test_a_run_that_failed(run):
         assert run(address, "--interval", "0.01")[0] == 1
 
 
-def test_what_0_8_adds(run):
-    with controller(STAGING) as address:
-        assert "start manual, not armed" in run(address, "--once")[1]
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({}, ", start manual, not given yet; at the last change window open 21 s, gives up in 51 s"),
+        (
+            {"start_armed": True, "window_remaining_secs": None},
+            ", start manual, given; at the last change gives up in 51 s",
+        ),
+        ({"start_mode": "auto"}, "; at the last change window open 21 s, gives up in 51 s"),
+        ({"phase": "forming"}, ""),
+    ],
+)
+def test_what_0_8_adds(run, told, said):
+    page = {**STAGING, **told}
+    with controller(page) as address:
+        line = run(address, "--once")[1].splitlines()[0]
+    assert line == f"{page['phase']}: {JOINED}{said}"
+
+
+def test_a_page_that_would_steer_the_terminal(run):
+    with controller({**WAITING, "phase": "\x1b[2J"}) as address:
+        assert run(address, "--once")[1].splitlines()[0] == rf"'\x1b[2J: {JOINED}'"
 
 
 def test_objects_for_programs(run):
@@ -97,14 +121,20 @@ def test_objects_for_programs(run):
 
 
 def test_nobody_there(run):
-    with controller(WAITING) as address:
-        pass
-    code, out, err = run(address, "--once")
+    with nobody_listens() as (host, port):
+        address = f"{host}:{port}"
+        code, out, err = run(address, "--once")
     assert (code, out) == (1, "")
     assert err.startswith(f"flodl-fast top: error: no status at {address}: ")
 
 
-@pytest.mark.parametrize("page", [b"<html>", b"[1]", b"{}", b'{"phase": 1}'])
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"<html>", b"[1]", b"{}", b'{"error": "not found"}', b"[" * 100_000, b" " * (LARGEST + 1),
+        *(json.dumps({**WAITING, **wrong}).encode() for wrong in ({"phase": 1}, {"members": 5}, {"members": [5]})),
+    ],
+)  # fmt: skip
 def test_somebody_else_there(run, page):
     with controller(page) as address:
         code, _, err = run(address, "--once")
@@ -125,12 +155,24 @@ def test_a_controller_that_goes(run):
 def test_drawn_by_rich(run, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     with controller(WAITING, {**TRAINING, "phase": "done"}) as address:
         code, out, _ = run(address, "--interval", "0.01")
     assert code == 0
     assert "waiting: 2 of at least 3 ranks" in out
     assert "done: 3 of at least 3 ranks" in out
     assert "RTX \x1b" not in out
+
+
+def test_a_terminal_that_cannot_draw_gets_plain_text(run, monkeypatch):
+    pages = WAITING, {**TRAINING, "phase": "done"}
+    with controller(*pages) as address:
+        plain = run(address, "--interval", "0.01")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    with controller(*pages) as address:
+        assert run(address, "--interval", "0.01") == plain
+    assert plain[1].startswith("waiting: 2 of at least 3 ranks")
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_environment_takes_the_name_of_the_machine():
         (envelope(worker__local_devices=[1]), "2 ranks but 1 local_devices"),
         (envelope(worker__local_devices=None), "local_devices is missing"),
         (envelope(worker__host="other"), "is for host 'other', this is 'node'"),
-        (envelope(salt="ab" * 15), "a salt as text is 32 hex digits"),
+        (envelope(salt="ab" * 15), "FLODL_INTERNAL_CLUSTER_JSON: a salt as text is 32 hex digits"),
         (envelope(salt=7), "salt must be text"),
         (envelope(rank_resources=1), "rank_resources must be true or false, got 1"),
         (envelope(worker__data_path=1), "data_path must be text, got 1"),
@@ -177,6 +177,7 @@ def test_environment_refuses_an_envelope(value, error):
         ({"FLODL_INTERNAL_CLUSTER_JSON": "7b7d7"}, "is not the hex of a JSON object"),
         ({"FLODL_INTERNAL_CLUSTER_JSON": "7b"}, "is not the hex of a JSON object"),
         ({"FLODL_INTERNAL_CLUSTER_JSON": "ff"}, "is not the hex of a JSON object"),
+        ({"FLODL_INTERNAL_CLUSTER_JSON": "5b" * 200_000}, "is not the hex of a JSON object (RecursionError in"),
         ({"FLODL_INTERNAL_LOCAL_RANK": None}, "FLODL_INTERNAL_LOCAL_RANK is not set"),
         ({"FLODL_INTERNAL_LOCAL_RANK": None}, "starts one with LocalCluster.environment(rank)"),
         ({"FLODL_INTERNAL_LOCAL_RANK": "2"}, "FLODL_INTERNAL_LOCAL_RANK must be from 0 to 1"),
@@ -420,6 +421,12 @@ def test_an_appended_slice_grows_the_plan(coordinator, params):
         assert coordinator.receive().samples_processed == 12
 
 
+def test_a_slice_that_comes_before_a_throttled_rank_begins_its_plan(coordinator, params):
+    with coordinator.serving(params) as worker:
+        coordinator.send(ff.Throttle(), ff.StartEpoch(ff.EpochPlan(0, 0, 4)), ff.ExtendPartition(50, 8), ff.Update(1))
+        assert next(worker.plans()).slices == [(0, 4), (50, 8)]
+
+
 def test_a_slice_that_comes_after_the_plan_is_dropped_loudly(coordinator, params, caplog):
     with coordinator.serving(params) as worker:
         coordinator.plan(0, 0, 4)
@@ -490,6 +497,19 @@ def test_samples_of_resources_between_reports(params, revision, asked, monkeypat
     coordinator.close()
     samples = [(i, m.sample.ram_used_bytes) for i, m in enumerate(told) if isinstance(m, ff.TimingResourceSample)]
     assert samples == ([(1, 0), (5, 1)] if asked and revision != "0.6" else [])
+
+
+def test_a_failing_sample_of_resources_ends_the_rank(params):
+    coordinator = Coordinator("0.7")
+    with coordinator.serving(params, resources=fail, sample_resources=True) as worker:
+        coordinator.plan(0, 0, 1)
+        plan = next(worker.plans())
+        for _ in plan.batches(1):
+            with pytest.raises(OSError, match="disk full"):
+                worker.step(0.5)
+        assert isinstance(worker.ended, OSError)
+        assert worker.steps == coordinator.receive().step_count == 1
+    coordinator.close()
 
 
 def test_steps_that_are_not_a_plans(coordinator, params):
@@ -708,6 +728,7 @@ def test_checkpoint(coordinator, params, callback, error, caplog):
     [
         (lambda epoch: np.float32(epoch / 8), 0.375, None),
         (fail, math.nan, "OSError: disk full"),
+        (lambda epoch: "high", math.nan, "ValueError: could not convert string to float: 'high'"),
         (None, math.nan, "this rank has no on_eval"),
     ],
 )
@@ -828,6 +849,44 @@ def test_a_clean_end_says_so_last(coordinator, params):
     worker.close()
 
 
+def test_what_follows_a_shutdown_does_not_keep_the_channels_open(coordinator, params):
+    with coordinator.serving(params) as worker:
+        end = CODEC.encode_mux(ff.MuxRecord(ff.MuxKind.DATA, 0, CODEC.encode(ff.Shutdown())))
+        coordinator.control._link.write(end + b"no record is this, though as long")
+        assert list(worker.plans()) == []
+        worker.close()
+        assert worker.ended == ff.Shutdown()
+        assert worker._control.closed
+        assert worker._data.closed
+    assert [type(m) for m in received_to_the_end(coordinator)] == [ff.Exiting]
+
+
+def test_a_coordinator_that_never_stops_does_not_keep_a_rank_from_its_end(coordinator, params, monkeypatch):
+    monkeypatch.setattr(module, "DRAIN", 0.1)
+    with coordinator.serving(params) as worker:
+        coordinator.send(ff.Shutdown())
+        assert list(worker.plans()) == []
+        monkeypatch.setattr(worker._control, "recv", lambda _: ff.CoordHeartbeat())
+        Running(worker.close).result()
+        assert worker._data.closed
+    assert [type(m) for m in received_to_the_end(coordinator)] == [ff.Exiting]
+
+
+def test_what_cannot_be_told_ends_the_rank(coordinator, params):
+    with coordinator.serving(params) as worker:
+        coordinator.control.close()
+
+        def ask():
+            while True:  # what is sent first may reach the system before the end does
+                worker.request_eval()
+
+        with pytest.raises(ff.ChannelClosed) as caught:
+            Running(ask).result()
+        assert worker.ended is caught.value
+        assert worker._data.closed
+        assert not worker._heart.is_alive()
+
+
 def test_an_error_of_the_callers_is_no_clean_end(coordinator, params):
     with coordinator.serving(params) as worker:
         coordinator.send(ff.Shutdown())
@@ -893,6 +952,19 @@ def test_a_silent_coordinator(coordinator, params):
         with pytest.raises(ff.ChannelError, match=r"0\.3") as caught:
             list(worker.plans())
         assert worker.ended is caught.value
+
+
+def test_a_time_out_of_a_signal_handler_is_not_the_worker_s(coordinator, params, monkeypatch):
+    with coordinator.serving(params) as worker:
+        mine = TimeoutError("the batch system wants its machine back")
+
+        def interrupted(*_, **__):
+            raise mine
+
+        monkeypatch.setattr(worker._control, "recv", interrupted)
+        with pytest.raises(TimeoutError, match="wants its machine back"):
+            list(worker.plans())
+        assert worker.ended is mine
 
 
 def test_a_failing_callback_ends_the_rank(coordinator, params):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ import pytest
 from conftest import SALT
 
 import flodl_fast as ff
+from flodl_fast.capture import Direction
 from flodl_fast.channel import ControlChannel, DataChannel, accept
+from flodl_fast.demo import Tap
 from flodl_fast.worker import Worker
 
 CODEC = ff.Codec(SALT)
@@ -27,7 +30,7 @@ CODEC = ff.Codec(SALT)
 SPOKEN = pytest.mark.parametrize(
     ("revision", "wire"), [("0.6", None), ("0.7", None), ("0.7", "bf16"), ("0.8", None), ("0.8", "bf16")]
 )
-WAIT = 20.0  # seconds after which a test that waits has failed
+WAIT = 120.0  # seconds after which a test that waits has failed; a busy machine takes its time
 
 
 class Running:
@@ -116,7 +119,10 @@ class Coordinator:
 
 
 class Stack:
-    """`peer stack`: the crate's controller, coordinator and relays, in one process."""
+    """`peer stack`: the crate's controller, coordinator and relays, in one process.
+
+    Ranks that say nothing live on, also those without a control channel, unless ``options`` say how long.
+    """
 
     def __init__(
         self,
@@ -124,10 +130,12 @@ class Stack:
         *options: Any,
         revision: str = "0.6",
         env: dict[str, str] | None = None,
-        max_secs: int = 60,
+        max_secs: int = 600,
     ) -> None:
         self.codec = ff.Codec(SALT, revision)
-        command = [str(binary), "stack", "--salt", SALT.hex(), "--max-secs", str(max_secs), *map(str, options)]
+        # Of an option that comes twice the peer takes the first.
+        given = [*map(str, options), "--max-secs", str(max_secs), "--heartbeat-timeout", str(max_secs)]
+        command = [str(binary), "stack", "--salt", SALT.hex(), *given]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
         )
@@ -164,6 +172,70 @@ class Stack:
         self._lines.join()
         self.process.stdout.close()
         self.process.wait()
+
+
+def settle(worker: Worker, heard: Iterable[ff.ControlMsg]) -> None:
+    """Serve until the coordinator has taken all that this rank has told it: before a plan's report, all its batches.
+
+    The crate's takes reports and batches from two queues. Where it sees the last reports of a run before any batch of
+    theirs, it ends the run without the average that these still need. An evaluation stands in one queue with the
+    batches, and is told on to all at once.
+
+    Args:
+        worker: the rank's.
+        heard: what its ``on_message`` hears.
+    """
+    echo = ff.EvalBroadcast(worker.steps, float(worker.rank))
+    worker._send(ff.EvalResult(worker.rank, 0, echo.epoch, echo.metric, 0.0))
+    while worker.ended is None and echo not in heard:
+        worker.serve()
+        time.sleep(0.001)
+
+
+_CYCLE = (ff.RequestParams, ff.Update)
+
+
+def await_update(worker: Worker, heard: Sequence[ff.ControlMsg]) -> None:
+    """Serve until the average is closed that this rank has had its part in.
+
+    What it trains before, the crate's coordinator takes for averaged, and may end the run without another average.
+
+    Args:
+        worker: the rank's.
+        heard: what its ``on_message`` hears.
+    """
+    while worker.ended is None and [type(m) for m in heard if isinstance(m, _CYCLE)][-1:] == [ff.RequestParams]:
+        worker.serve()
+        time.sleep(0.001)
+
+
+class SettlingTap(Tap):
+    """The demonstration's tap, where what ranks tell waits that call neither ``settle`` nor ``await_update``."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._closed: dict[str, threading.Event] = {}  # by leg, since its first SyncAck: no average is open
+        self._numbers = itertools.count(-1, -1)  # none of a rank that settles by itself
+        self._settled: dict[float, threading.Event] = {}
+
+    def _pass(self, data: bytes, sink: socket.socket, leg: str, direction: Direction, prefix: bytes = b"") -> None:
+        match self._codec.decode(data) if prefix and leg.endswith("control") else None:
+            case ff.SyncAck():
+                self._closed[leg] = threading.Event()
+            case ff.Update():
+                self._closed[leg].set()
+            case ff.Batch() if leg in self._closed:
+                self._closed[leg].wait(WAIT)
+            case ff.MetricsMsg(rank):
+                number = float(next(self._numbers))
+                self._settled[number] = threading.Event()
+                ask = self._codec.encode(ff.EvalResult(rank, 0, 0, number, 0.0))
+                sink.sendall(len(ask).to_bytes(4, "little") + ask)
+                self._settled[number].wait(WAIT)
+            case ff.EvalBroadcast(_, number) if number in self._settled:
+                self._settled[number].set()
+                return  # no rank has asked
+        super()._pass(data, sink, leg, direction, prefix)
 
 
 class Relay:
@@ -219,13 +291,23 @@ def rounded(array: np.ndarray, wire: str | None) -> np.ndarray:
     return array if wire is None else array.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
-def peer_rank(binary: Path, stack: Any, rank: int, size: int, wire: str | None, *options: str) -> subprocess.Popen[str]:
+@contextmanager
+def settling(stack: Any) -> Iterator[tuple[str, int]]:
+    """A ``SettlingTap`` before the relays of a stack; its address."""
+    with SettlingTap(stack.codec) as tap:
+        tap.routes = stack.relays
+        yield tap.address
+
+
+def peer_rank(
+    binary: Path, stack: Any, relay: tuple[str, int], rank: int, size: int, wire: str | None, *options: str
+) -> subprocess.Popen[str]:
     """`peer rank`: a rank of the crate's own making, whose model is an array of this size; from 0.8 on it is layer0."""
-    ports = {name: str(stack.relays[name, rank][1]) for name in ("data", "control")}
+    port = str(relay[1])
     model = np.empty(size, np.float32)
     command = [
         str(binary), "rank", "--salt", SALT.hex(), "--rank", str(rank), "--world", str(stack.world),
-        "--data", ports["data"], "--control", ports["control"], "--params", str(size),
+        "--data", port, "--control", port, "--params", str(size),
         "--model-sig", ff.model_sig(named([model])).hex(), *(["--bf16"] if wire else []), *options,
     ]  # fmt: skip
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -252,9 +334,3 @@ def stepped(coordinator: Coordinator, worker: Worker, steps: int) -> list[ff.Bat
     for _ in plan.batches(1):
         worker.step(0.5)
     return [coordinator.receive() for _ in range(steps)]
-
-
-def half_a_batch(params: list[np.ndarray]) -> None:
-    """What the crate's `peer rank` does with a batch."""
-    for array in params:
-        array += np.float32(0.5)

@@ -144,8 +144,13 @@ def _round(options: Options, raw: bytes) -> None:
     copied = outcome(codec.decode_round, raw, trailing=trailing)
     viewed = outcome(codec.decode_round, raw, copy=False, trailing=trailing)
     layout = outcome(ff.TensorLayout.from_frame, codec, raw, trailing=trailing)
+    opened = copied
+    if len(raw) <= codec.frame_ceiling:
+        record = codec.seal_record(ff.MuxKind.BROADCAST, 0, raw)
+        opened = outcome(codec.decode_round, record, record=ff.MuxKind.BROADCAST, trailing=trailing)
     if is_refused(copied):
         check(viewed is copied, "views are given of what is refused")
+        check(opened is copied, "a record opens what is refused")
         check(layout is copied or copied is ff.TensorError, "a layout of what is refused")
         return
     check(not is_refused(layout), "no layout of what is decoded")
@@ -153,6 +158,7 @@ def _round(options: Options, raw: bytes) -> None:
     check((kind, weight) == (copied.kind, copied.weight), "decode_into disagrees with decode_round")
     again = codec.encode_round(copied)
     check(codec.encode_round(viewed) == again, "views differ from copies")
+    check(codec.encode_round(opened) == again, "the record's frame is another")
     check(codec.encode_round(codec.decode_round(again, trailing="error")) == again, "written and read it differs")
     if len(again) == layout.frame_size:  # elided tensors come back as zeros
         check(raw.startswith(again), "written again it differs")

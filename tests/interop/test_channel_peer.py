@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from channel_support import CODEC, WAIT, Flavour, running
+from round_support import measures_memory
 from worker_support import Stack, rounded
 
 import flodl_fast as ff
@@ -114,7 +116,7 @@ def test_three_ranks_form_count_and_average(flavour, peer_build, ways, revision)
 
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 def test_messages_cross_in_both_directions(flavour, peer_build, ways, revision):
-    options = ("--hosts", HOSTS, "--samples", "96", "--batch", "32", "--epochs", "1", "--heartbeat-timeout", "60")
+    options = ("--hosts", HOSTS, "--samples", "96", "--batch", "32", "--epochs", "1")
     with Stack(peer_build(revision), *options, revision=revision) as stack:
         data = connect_all(flavour, stack, "data", ways)
         control = connect_all(flavour, stack, "control", ways)
@@ -140,8 +142,8 @@ def test_messages_cross_in_both_directions(flavour, peer_build, ways, revision):
             channel.send(ff.SnapshotReady(rank))
             rounds.append((data[rank].gather, 1))
         assert [count.tolist() for count in together(rounds)] == [[1.0] * WORLD] * WORLD
-        # An epoch's report overtakes its batches in the coordinator, so it waits for the average; else the epoch, and with
-        # it the run, may end before one is asked for.
+        # An epoch's report overtakes its batches in the coordinator, so it waits for the average; else the epoch, and
+        # with it the run, may end before one is asked for.
         metrics = {}
         for rank, channel in enumerate(control):
             channel.send(ff.SyncAck(rank, 0, 0.01, 1.0, 1.0))
@@ -219,12 +221,15 @@ with ff.DataChannel.connect(("127.0.0.1", port), ff.Codec(bytes(range(16))), ran
 """
 
 
+@measures_memory
 def test_a_round_of_256_mib_takes_one_frame_of_memory(peer_binary):
-    with Stack(peer_binary, "--hosts", "0;1") as stack, ExitStack() as stopping:
+    # The crate's own passes over such a frame take long enough for its deadlines to pass on a busy machine.
+    env = {**os.environ, "FLODL_NET_TIMEOUT_SCALE": "10"}
+    with Stack(peer_binary, "--hosts", "0;1", env=env) as stack, ExitStack() as stopping:
         ranks = []
         for rank in range(2):
             command = [sys.executable, "-c", BIG_ROUND, str(rank), str(stack.relays["data", rank][1]), str(BIG)]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             ranks.append(stopping.enter_context(process))
             stopping.callback(process.kill)
         told = [json.loads(rank.stdout.readline()) for rank in ranks]

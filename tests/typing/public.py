@@ -17,6 +17,10 @@ def codec_calls(codec: ff.Codec, frame: bytes, ranks: list[ff.RoundFrame]) -> No
     assert_type(codec.encode(ff.Batch(0, 1.0, 0.0, 1)), bytes)
     assert_type(codec.encode_into(ff.Exiting(0), bytearray(64), offset=8), int)
     assert_type(codec.decode(memoryview(frame), trailing="error"), ff.Message)
+    assert_type(codec.decode_payload(ff.MsgKind.CONTROL, frame), ff.ControlMsg)
+    assert_type(codec.decode_payload("Metrics", frame, trailing="error"), ff.MetricsMsg)
+    assert_type(codec.decode_payload(ff.MsgKind.HEARTBEAT, frame), ff.Reserved)
+    assert_type(codec.decode_payload(int(ff.MsgKind.JOIN), frame), Any)
     assert_type(codec.decode_many(frame), tuple[list[ff.Message], int])
     assert_type(codec.timing_columns(frame), dict[str, np.ndarray])
     assert_type(codec.encode_round(ranks[0]), bytes)
@@ -34,7 +38,10 @@ def messages(message: ff.Message) -> None:
     if isinstance(message, ff.EpochAggregated):
         assert_type(message.metrics.scalars, dict[str, float])
     assert_type(ff.to_json(message, revision="0.7"), Any)
-    assert_type(ff.from_json(ff.MsgKind.TIMING, "Exiting"), Any)
+    assert_type(ff.from_json(ff.MsgKind.TIMING, "Exiting"), ff.TimingMsg)
+    assert_type(ff.from_json("Relay", {}, revision="0.8"), ff.RelayMsg)
+    assert_type(ff.from_json(str(message), {}), Any)
+    assert_type(ff.timing_msg_to_wire(ff.Exiting(0)), ff.Exiting)
     assert_type(ff.metrics_msg_to_wire(ff.MetricsMsg(0, 0, 0.0, 0, 0.0, 0, 0.0, 0.0, 0.0, {}, None)), ff.MetricsMsg)
 
 
