@@ -28,7 +28,8 @@ from .child import ROOT, start
 WORKTREE = "worktree"
 FLOOR = 20e-9  # Seconds a call: below this a difference is the clock's and the loop's, whatever its ratio.
 AGREE = 1.03  # Two samples this close are the same.
-SECONDS, WINDOWS = 0.01, 12
+SECONDS, WINDOWS = 0.001, 120  # So short that on a busy machine some pass without anything else between.
+AGAIN, LOSSES_AGAIN = 2, 5  # How often what is doubtful is measured again at most, and what still looks like a loss.
 
 Figures = dict[str, float]
 
@@ -123,16 +124,17 @@ class Side:
 
 
 def compare(base: Side, candidate: Side, limits: Mapping[str, float], rounds: int) -> tuple[Figures, Figures]:
-    """The least seconds of each benchmark at base and candidate; a doubtful one gets up to three times the rounds."""
+    """The least seconds of each benchmark at base and candidate; doubtful ones are measured again and again."""
     turns: list[tuple[Side, dict[str, list[float]]]] = [(base, {}), (candidate, {})]
     names = list(limits)
-    for _ in range(3):
+    for again in range(1 + LOSSES_AGAIN):
         for number in range(rounds):
             for side, samples in turns if number % 2 else reversed(turns):
                 side.sample(names, samples)
         before, after = ({name: min(taken) for name, taken in samples.items()} for _, samples in turns)
-        apart = losses(limits, before, after) + losses(limits, after, before)
-        doubtful = {*apart, *unsettled(turns[0][1]), *unsettled(turns[1][1])}
+        doubtful = {*losses(limits, before, after)}
+        if again < AGAIN:
+            doubtful |= {*losses(limits, after, before), *unsettled(turns[0][1]), *unsettled(turns[1][1])}
         names = [name for name in limits if name in doubtful]
         if not names:
             break

@@ -493,6 +493,7 @@ class _Rank:
         self.steps = 0  # all that it has ever taken
         self.steps_before_plan = 0
         self.steps_since_average = 0
+        self.averaged = 0  # of them, in the cycle at hand
         self.acknowledged = False  # its divergence of the cycle at hand is in
         self.reported = False  # its Metrics of the epoch at hand are in
 
@@ -725,6 +726,7 @@ class _Coordinator:
         self._cycle = time.monotonic()
         for rank in self._ranks.values():
             rank.acknowledged = False
+            rank.averaged = 0
         self._broadcast(wire.RequestParams())
         self._broadcast(wire.Throttle())
 
@@ -733,8 +735,8 @@ class _Coordinator:
         result = self._result
         result.averages += 1
         for rank in self._ranks.values():
-            result.global_step += rank.steps_since_average
-            rank.steps_since_average = 0
+            result.global_step += rank.averaged
+            rank.steps_since_average -= rank.averaged
         self._broadcast(wire.Update(result.averages))
         self._broadcast(wire.SetGlobalStep(result.global_step))
 
@@ -763,8 +765,9 @@ class _Coordinator:
             case wire.Batch():
                 rank.steps = max(rank.steps, message.step_count)
                 rank.steps_since_average += 1
-            case wire.SyncAck():
-                rank.acknowledged = rank.acknowledged or message.divergence is not None
+            case wire.SyncAck() if message.divergence is not None and not rank.acknowledged:
+                rank.acknowledged = True
+                rank.averaged = rank.steps_since_average  # What comes before the Update waits for the next average.
             case wire.Intent():
                 self._wanted.add(message.kind)
             case wire.EvalResult():

@@ -11,7 +11,8 @@ from .channel import Address
 
 __all__ = ["address", "fetch_state", "headline", "word"]
 
-PATIENCE = 2.0  # seconds that an answer may take
+PATIENCE = 2.0  # seconds that the next bytes of an answer may take
+LARGEST = 16 << 20  # bytes of a page, far above what a cluster's takes
 
 _KEYS = {"phase", "joined_ranks", "joined_hosts", "min_rank_start", "target_ranks", "members"}
 
@@ -35,12 +36,16 @@ def fetch_state(controller: Address) -> dict[str, Any] | None:
     try:
         connection.request("GET", "/state.json")
         response = connection.getresponse()
-        text = response.read()
+        text = response.read(LARGEST + 1)
+        if len(text) > LARGEST:
+            raise ValueError(f"the answer is longer than {LARGEST >> 20} MiB")
         if response.status == http.client.SERVICE_UNAVAILABLE:
             return None
         state = json.loads(text)
     except http.client.HTTPException as error:
         raise ValueError(f"no HTTP answer: {type(error).__name__}") from None
+    except RecursionError:
+        raise ValueError("the answer is nested too deeply") from None
     finally:
         connection.close()
     if (

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import SALT
-from worker_support import WAIT, Running, Stack, named, settle
+from worker_support import WAIT, Running, Stack, await_update, named, settle
 
 import flodl_fast as ff
 from flodl_fast.local import LocalCluster
@@ -124,7 +124,8 @@ def train(
 
     In step, it waits for an average after each batch. Where all ranks do so, and have as many batches, no outcome
     depends on who is faster: the crate may otherwise see the ranks' reports before their batches, and begin the next
-    epoch first. Settled, a plan's report at least follows its batches (see ``worker_support.settle``).
+    epoch first. Settled, a plan's report at least follows its batches, and nothing is trained while an average is open
+    (see ``worker_support.settle`` and ``await_update``).
     """
     seen = seen or Trained()
     rank = options["rank"]
@@ -133,6 +134,8 @@ def train(
     with Worker(named(seen.params), on_message=seen.messages.append, **options) as worker:
         for plan in worker.plans():
             for picks in plan.batches(batch):
+                if settled:
+                    await_update(worker, seen.messages)
                 seen.picks.setdefault(plan.epoch, []).extend(picks.tolist())
                 for array in seen.params:
                     array += np.float32(0.5)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,8 @@ def build(cargo: Path, version: str = "0.6.0") -> Path:
 
     Raises subprocess.CalledProcessError where the build fails; its text goes to stderr.
     """
-    import fcntl  # Not on Windows, where this module is still imported.
-
-    # Two test runs, of two checkouts even, must not build in the same folder at once.
-    with open(Path(tempfile.gettempdir(), f"flodl_peer_{os.getuid()}.lock"), "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        env = {**os.environ, "PATH": f"{cargo.parent}{os.pathsep}{os.environ['PATH']}"}
-        output = subprocess.check_output(["bash", BUILD, version], text=True, env=env)
-    return Path(output.strip())
+    env = {**os.environ, "PATH": f"{cargo.parent}{os.pathsep}{os.environ['PATH']}"}
+    return Path(subprocess.check_output(["bash", BUILD, version], text=True, env=env).strip())
 
 
 ABORTED = {"error": "the crate aborted"}

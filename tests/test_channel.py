@@ -39,6 +39,7 @@ from channel_support import (
     running,
 )
 from conftest import REVISIONS, SALT
+from round_support import measures_memory
 from worker_support import until
 
 import flodl_fast as ff
@@ -1145,7 +1146,7 @@ print(peak("VmHWM") - before)
 
 
 @BOTH
-@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+@measures_memory
 def test_a_round_in_place_takes_one_frame_of_memory(way):
     from flodl_fast.channel import accept
 

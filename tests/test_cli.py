@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -399,7 +400,7 @@ def test_a_terminal_gets_lines_of_its_width(run, stream, monkeypatch):
 
 
 def test_a_character_that_the_output_lacks_is_no_reason_to_stop(stream):
-    done = start("inspect", stream, env={"PYTHONIOENCODING": "ascii"})
+    done = start("inspect", stream, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0
     assert b"\\u2026 and 2 more" in done.stdout
 

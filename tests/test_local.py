@@ -77,9 +77,12 @@ class RawRank:
         self.data.gather(0)
         self.control.send(ff.SyncAck(self.rank, 0, 0.0))
 
-    def leave(self) -> None:
-        while not isinstance(self.recv(), ff.Shutdown):
+    def wait_for(self, kind: type) -> None:
+        while not isinstance(self.recv(), kind):
             pass
+
+    def leave(self) -> None:
+        self.wait_for(ff.Shutdown)
         self.control.send(ff.Exiting(self.rank))
         self.close()
 
@@ -386,6 +389,28 @@ def test_stop(save):
     else:
         assert saved == []
         assert result.reason is None
+
+
+def test_what_a_rank_trains_before_the_update_waits_for_the_next_average():
+    with LocalCluster(2, samples=4, batch=1, epochs=1) as cluster:
+        first, second = (RawRank(cluster, rank) for rank in range(2))
+        for rank in (first, second):
+            rank.step(1)
+        first.wait_for(ff.RequestParams)
+        first.control.send(ff.SyncAck(0, 0, 0.0))
+        first.step(2)  # before it is told of the Throttle
+        first.control.send(ff.EvalResult(0, 0, 0, 0.0, 0.0))
+        second.wait_for(ff.EvalBroadcast)  # The step has been taken by then.
+        second.control.send(ff.SyncAck(1, 0, 0.0))
+        first.report(0, 2, 1)
+        second.report(0, 1, 1)
+        second.wait_for(ff.RequestParams)
+        for rank in (first, second):
+            rank.control.send(ff.SyncAck(rank.rank, 0, 0.0))
+        for rank in (first, second):
+            rank.leave()
+        result = cluster.wait(WAIT)
+    assert (result.averages, result.global_step) == (2, 3)
 
 
 # ------------------------------------------------------------------------------------------------------------ deaths

@@ -14,7 +14,7 @@ from channel_support import nobody_listens
 
 from flodl_fast import status
 from flodl_fast.cli import main
-from flodl_fast.status import fetch_state
+from flodl_fast.status import LARGEST, fetch_state
 
 COMMAND = [sys.executable, "-m", "flodl_fast", "top"]
 WAITING = {  # the page as docs/wire.md §7 has it
@@ -131,7 +131,7 @@ def test_nobody_there(run):
 @pytest.mark.parametrize(
     "page",
     [
-        b"<html>", b"[1]", b"{}", b'{"error": "not found"}',
+        b"<html>", b"[1]", b"{}", b'{"error": "not found"}', b"[" * 100_000, b" " * (LARGEST + 1),
         *(json.dumps({**WAITING, **wrong}).encode() for wrong in ({"phase": 1}, {"members": 5}, {"members": [5]})),
     ],
 )  # fmt: skip

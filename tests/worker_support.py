@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -192,16 +192,40 @@ def settle(worker: Worker, heard: Iterable[ff.ControlMsg]) -> None:
         time.sleep(0.001)
 
 
+_CYCLE = (ff.RequestParams, ff.Update)
+
+
+def await_update(worker: Worker, heard: Sequence[ff.ControlMsg]) -> None:
+    """Serve until the average is closed that this rank has had its part in.
+
+    What it trains before, the crate's coordinator takes for averaged, and may end the run without another average.
+
+    Args:
+        worker: the rank's.
+        heard: what its ``on_message`` hears.
+    """
+    while worker.ended is None and [type(m) for m in heard if isinstance(m, _CYCLE)][-1:] == [ff.RequestParams]:
+        worker.serve()
+        time.sleep(0.001)
+
+
 class SettlingTap(Tap):
-    """The demonstration's tap, which settles the ranks behind it: for ranks that cannot do so by ``settle``."""
+    """The demonstration's tap, where what ranks tell waits that call neither ``settle`` nor ``await_update``."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self._closed: dict[str, threading.Event] = {}  # by leg, since its first SyncAck: no average is open
         self._numbers = itertools.count(-1, -1)  # none of a rank that settles by itself
         self._settled: dict[float, threading.Event] = {}
 
     def _pass(self, data: bytes, sink: socket.socket, leg: str, direction: Direction, prefix: bytes = b"") -> None:
         match self._codec.decode(data) if prefix and leg.endswith("control") else None:
+            case ff.SyncAck():
+                self._closed[leg] = threading.Event()
+            case ff.Update():
+                self._closed[leg].set()
+            case ff.Batch() if leg in self._closed:
+                self._closed[leg].wait(WAIT)
             case ff.MetricsMsg(rank):
                 number = float(next(self._numbers))
                 self._settled[number] = threading.Event()

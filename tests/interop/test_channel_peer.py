@@ -13,6 +13,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from channel_support import CODEC, WAIT, Flavour, running
+from round_support import measures_memory
 from worker_support import Stack, rounded
 
 import flodl_fast as ff
@@ -220,6 +221,7 @@ with ff.DataChannel.connect(("127.0.0.1", port), ff.Codec(bytes(range(16))), ran
 """
 
 
+@measures_memory
 def test_a_round_of_256_mib_takes_one_frame_of_memory(peer_binary):
     # The crate's own passes over such a frame take long enough for its deadlines to pass on a busy machine.
     env = {**os.environ, "FLODL_NET_TIMEOUT_SCALE": "10"}

@@ -15,7 +15,20 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from conftest import SALT
-from worker_support import SPOKEN, WAIT, Relay, Running, Stack, named, peer_rank, rounded, settle, settling, until
+from worker_support import (
+    SPOKEN,
+    WAIT,
+    Relay,
+    Running,
+    Stack,
+    await_update,
+    named,
+    peer_rank,
+    rounded,
+    settle,
+    settling,
+    until,
+)
 
 import flodl_fast as ff
 from flodl_fast import worker as module
@@ -80,25 +93,25 @@ class Rank:
         self.picks = defaultdict(list)
         self.scores = defaultdict(list)
         self.metrics = {}
-        self.evaluations = []
+        self.heard = []
         self.worker = None
         self._options = {**stack.options(rank, direct), "buffers": buffers, "on_message": self.hear, **options}
         self.run = Running(self.train)
 
     def hear(self, message):
+        self.heard.append(message)
         if isinstance(message, ff.EpochAggregated):
             self.metrics[message.metrics.epoch] = message.metrics
-        elif isinstance(message, ff.EvalBroadcast):
-            self.evaluations.append(message)
 
     def train(self):
         with Worker(named(self.params), **self._options) as worker:
             self.worker = worker
             for plan in worker.plans():
                 for picks in plan.batches(BATCH):
+                    await_update(worker, self.heard)
                     self.batch(plan, picks)
                     worker.step(1.0 / (worker.steps + 1), batch_ms=BATCH_MS, lr=0.1)
-                settle(worker, self.evaluations)
+                settle(worker, self.heard)
 
     def batch(self, plan, picks):
         self.params[0] *= f32(0.97)
@@ -217,6 +230,7 @@ def test_a_mixed_world(peer_build, policy, revision, wire):
                 begun = params[0].tolist()
                 for plan in worker.plans():
                     for _ in plan.batches(BATCH):
+                        await_update(worker, heard)
                         params[0] += f32(0.5)
                         worker.step(1.0, batch_ms=1.0, data_ms=0.1)  # as theirs say
                     settle(worker, heard)
