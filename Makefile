@@ -96,7 +96,8 @@ endif
 fuzz: export FLODL_FAST_SANITIZE = address,fuzzer-no-link
 fuzz: export CC = clang
 fuzz: ## coverage-guided fuzzing of every target, FUZZ_SECONDS each; FUZZ_TARGETS="control mux" picks some
-	@$(call need,command -v $(CC),clang)
+	mkdir -p build
+	@$(call need,$(CC) -shared -fsanitize=address -o build/probe.so -x c /dev/null,clang libclang-rt-dev)
 	$(MAKE) $(VENV)/.with-fuzz
 	LD_PRELOAD="$$($(BIN)/python -c 'import atheris; print(atheris.path())')/asan_with_fuzzer.so" \
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \

@@ -34,7 +34,6 @@ def update(tree: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, jax.Ar
 
 
 def train() -> None:
-    """One rank's life."""
     data, labels = load_digits(return_X_y=True)
     images = (data / 16).astype(np.float32)
     held_out, training = np.split(np.random.default_rng(0).permutation(len(labels)), [HELD_OUT])

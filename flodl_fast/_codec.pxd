@@ -2,7 +2,7 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
-from flodl_fast._wire cimport Node, Reader, Writer, ff_mac_key, ff_mac_stream, ff_message
+from flodl_fast._wire cimport Node, Reader, Writer, ff_mac_key, ff_mac_stream
 
 
 # The variants of one payload kind. A kind without variants (Metrics) has one node and no index on the wire.
@@ -68,8 +68,6 @@ cdef class FrameCodec:
     cdef readonly Py_ssize_t max_payload, max_tensors, frame_ceiling
 
     cdef void tag(self, const uint8_t* data, Py_ssize_t n, uint8_t* out) noexcept
-    @cython.final
-    cdef void tag_many(self, const ff_message* messages, Py_ssize_t n, uint8_t* out) noexcept
     cdef bint holds(self, const uint8_t* data, Py_ssize_t n, const uint8_t* tag) noexcept
     cdef void mac_begin(self, ff_mac_stream* stream) noexcept nogil
     cdef void mac_update(self, ff_mac_stream* stream, const uint8_t* data, Py_ssize_t n) noexcept nogil
@@ -89,7 +87,7 @@ cdef class FrameCodec:
     @cython.final
     cdef object open(self, const uint8_t* p, Py_ssize_t n, bint strict)
     @cython.final
-    cdef void sign(self, uint8_t* start, const Py_ssize_t* at, Py_ssize_t n) noexcept
+    cdef void sign_pair(self, uint8_t* a, uint8_t* b) noexcept
     @cython.final
     cdef Py_ssize_t measure_mux(self, const uint8_t* p, Py_ssize_t n) except -1
     cdef object enter_record(self, Input source, bint strict, uint8_t* inner)

@@ -1191,17 +1191,6 @@ cdef class FrameCodec:
             with nogil:
                 ff_mac8(&self.secret, data, n, out)
 
-    cdef void tag_many(self, const ff_message* messages, Py_ssize_t n, uint8_t* out) noexcept:
-        """Tags of 8 bytes one after the other."""
-        cdef Py_ssize_t size = 0, i
-        for i in range(n):
-            size += messages[i].length
-        if size < QUIET:
-            ff_mac8_many(&self.secret, messages, n, out)
-        else:
-            with nogil:
-                ff_mac8_many(&self.secret, messages, n, out)
-
     cdef bint holds(self, const uint8_t* data, Py_ssize_t n, const uint8_t* tag) noexcept:
         """Whether the tag is that of the data."""
         cdef uint8_t expected[8]
@@ -1474,8 +1463,7 @@ cdef class FrameCodec:
         """
         cdef uint8_t scratch[SCRATCH]
         cdef Writer w
-        cdef Py_ssize_t waiting[BATCH]      # frames without a tag: those since the last whole batch
-        cdef Py_ssize_t at, i = 0, listed = len(messages) if type(messages) is list else 0
+        cdef Py_ssize_t at, waiting = -1, i = 0, listed = len(messages) if type(messages) is list else 0
         cdef bint writing = False           # not asking the caller's iterable, whose errors are its own
         begin(&w, scratch)
         try:
@@ -1491,11 +1479,16 @@ cdef class FrameCodec:
                 writing = False
                 if prefixed:
                     ff_store32(w.start + at - 4, <uint32_t>(w.p - w.start - at))
-                waiting[i % BATCH] = at
+                # Two tags at a time: their hashing interleaves.
+                if waiting < 0:
+                    waiting = at
+                else:
+                    self.sign_pair(w.start + waiting, w.start + at)
+                    waiting = -1
                 i += 1
-                if i % BATCH == 0:
-                    self.sign(w.start, waiting, BATCH)
-            self.sign(w.start, waiting, i % BATCH)
+            if waiting >= 0:
+                self.tag(w.start + waiting + 16, HEADER - 16 + ff_load32(w.start + waiting + 20),
+                         w.start + waiting + 8)
             return finish(&w)
         except (EncodeError, TypeError) as error:
             Py_XDecRef(w.owner)
@@ -1506,19 +1499,9 @@ cdef class FrameCodec:
             Py_XDecRef(w.owner)
             raise
 
-    cdef void sign(self, uint8_t* start, const Py_ssize_t* at, Py_ssize_t n) noexcept:
-        """Put their tags into the n frames, at most BATCH, that lie at these places after the start."""
-        cdef ff_message signed[BATCH]
-        cdef uint8_t tags[BATCH * 8]
-        cdef uint8_t* head
-        cdef Py_ssize_t i
-        for i in range(n):
-            head = start + at[i]
-            signed[i].data = head + 16
-            signed[i].length = HEADER - 16 + <size_t>ff_load32(head + 20)
-        self.tag_many(signed, n, tags)
-        for i in range(n):
-            memcpy(start + at[i] + 8, tags + 8 * i, 8)
+    cdef void sign_pair(self, uint8_t* a, uint8_t* b) noexcept:
+        ff_mac8_pair(&self.secret, a + 16, HEADER - 16 + <size_t>ff_load32(a + 20),
+                     b + 16, HEADER - 16 + <size_t>ff_load32(b + 20), a + 8, b + 8)
 
     def decode_many(self, buffer, *, bint prefixed=False, trailing="ignore"):
         """Decode the frames of a buffer one after the other.
@@ -1719,7 +1702,7 @@ def check_values(message):
 
 @cython.final
 cdef class Scan:
-    """The frames of a buffer, looked at a batch at a time: headers first, then their MACs together."""
+    """The frames of a buffer, looked at a batch at a time: headers first, then the MACs, many or two at once."""
 
     cdef FrameCodec codec
     cdef Input source
@@ -1784,17 +1767,35 @@ cdef class Scan:
 
     cdef Py_ssize_t authenticate(self, Py_ssize_t found) noexcept:
         """How many of the spans found, from the first on, have a MAC that holds."""
+        cdef Py_ssize_t i = 0, j, n
         cdef ff_message signed[BATCH]
-        cdef uint8_t tags[BATCH * 8]
+        cdef uint8_t tags[FF_LANES * 8]
         cdef const Span* s = self.spans
-        cdef Py_ssize_t i
-        for i in range(found):
-            signed[i].data = s[i].frame + 16
-            signed[i].length = s[i].length + 8
-        self.codec.tag_many(signed, found, tags)
-        for i in range(found):
-            if not ff_mac_equal(tags + 8 * i, s[i].frame + 8):
-                return i
+        cdef bint lanes = ff_sha256_lanes()
+        if lanes:
+            for i in range(found):
+                signed[i].data = s[i].frame + 16
+                signed[i].length = s[i].length + 8
+            i = 0
+        while i < found:
+            n = ff_mac8_lanes(&self.codec.secret, signed + i, found - i, tags) if lanes and i % FF_LANES == 0 else 0
+            for j in range(n):
+                if not ff_mac_equal(tags + 8 * j, s[i + j].frame + 8):
+                    return i + j
+            if n:
+                i += n
+            elif i + 1 < found and s[i].length < QUIET and s[i + 1].length < QUIET:
+                ff_mac8_pair(&self.codec.secret, s[i].frame + 16, s[i].length + 8, s[i + 1].frame + 16,
+                             s[i + 1].length + 8, tags, tags + 8)
+                if not ff_mac_equal(tags, s[i].frame + 8):
+                    return i
+                if not ff_mac_equal(tags + 8, s[i + 1].frame + 8):
+                    return i + 1
+                i += 2
+            else:
+                if not self.codec.holds(s[i].frame + 16, s[i].length + 8, s[i].frame + 8):
+                    return i
+                i += 1
         return found
 
     cdef object message(self, Py_ssize_t i):

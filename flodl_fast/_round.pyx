@@ -118,32 +118,6 @@ cdef extern from *:
         ff_dl_tensor tensor;
     } ff_dl_versioned;
     #define FF_DL_UINT 1
-    /* Copies and compares of a few bytes, of which there are two a tensor: shorter than a call. */
-    static inline void ff_copy_few(uint8_t *to, const uint8_t *from, size_t n) {
-        if (n >= 16) {
-            for (size_t i = 0; i + 16 <= n; i += 16) memcpy(to + i, from + i, 16);
-            memcpy(to + n - 16, from + n - 16, 16);
-        } else if (n >= 8) {
-            uint64_t first, last;
-            memcpy(&first, from, 8);
-            memcpy(&last, from + n - 8, 8);
-            memcpy(to, &first, 8);
-            memcpy(to + n - 8, &last, 8);
-        } else {
-            for (size_t i = 0; i < n; i++) to[i] = from[i];
-        }
-    }
-    static inline int ff_same_head(const uint8_t *a, const uint8_t *b, size_t n) { /* at least 10 bytes */
-        uint64_t x, y, unlike = 0;
-        for (size_t i = 0; i + 8 <= n; i += 8) {
-            memcpy(&x, a + i, 8);
-            memcpy(&y, b + i, 8);
-            unlike |= x ^ y;
-        }
-        memcpy(&x, a + n - 8, 8);
-        memcpy(&y, b + n - 8, 8);
-        return (unlike | (x ^ y)) == 0;
-    }
     #if defined(__GNUC__)
     #define FF_FETCH(p) __builtin_prefetch(p)
     #else
@@ -161,8 +135,6 @@ cdef extern from *:
     #endif
     """
     void ff_advise(char* start, size_t length) nogil
-    void ff_copy_few(uint8_t* to, const uint8_t* source, size_t n) nogil
-    bint ff_same_head(const uint8_t* a, const uint8_t* b, size_t n) nogil
     void fetch "FF_FETCH"(const void* p) nogil
     ctypedef struct ff_dl_tensor:
         uint8_t code, bits
@@ -619,7 +591,7 @@ cdef class TensorLayout:
             return False
         for i in range(self.count):
             size = head_size(t[i].head)
-            if not ff_same_head(source.data + t[i].data - size, t[i].head, size):
+            if not ff_same_short(source.data + t[i].data - size, t[i].head, size):
                 return False
         return True
 
@@ -1130,13 +1102,13 @@ cdef int compose(FrameCodec codec, TensorLayout layout, tuple arrays, Piece* pie
     for i in range(layout.count):
         t = &layout.tensors[i]
         n = head_size(t.head)
-        ff_copy_few(frame + t.data - n, t.head, n)
+        ff_copy_short(frame + t.data - n, t.head, n)
         if pieces[i].data is NULL and t.nbytes:
             with gil:
                 fill(t, &pieces[i], arrays[i], frame + t.data, scaled, factor)
         elif t.nbytes <= FEW and not scaled and not pieces[i].converts and WIRE_IS_NATIVE:
             if t.nbytes:
-                ff_copy_few(frame + t.data, <const uint8_t*>pieces[i].data, t.nbytes)
+                ff_copy_short(frame + t.data, <const uint8_t*>pieces[i].data, t.nbytes)
             if t.data + t.nbytes - signed_ >= BLOCK:
                 sign(codec, &stream, outer, frame + signed_, t.data + t.nbytes - signed_)
                 signed_ = t.data + t.nbytes
@@ -1277,7 +1249,7 @@ cdef int scatter(TensorLayout layout, const uint8_t* frame, tuple arrays, const 
         elif t.nbytes == 0:
             memset(pieces[i].data, 0, pieces[i].nbytes)
         elif t.nbytes <= FEW and not pieces[i].converts and WIRE_IS_NATIVE:
-            ff_copy_few(<uint8_t*>pieces[i].data, frame + t.data, t.nbytes)
+            ff_copy_short(<uint8_t*>pieces[i].data, frame + t.data, t.nbytes)
         elif pieces[i].converts:
             ff_widen_bf16(pieces[i].data, frame + t.data, t.nbytes // 2)
         else:

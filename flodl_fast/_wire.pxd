@@ -27,10 +27,12 @@ cdef extern from "_native/sha256.h" nogil:
         pass
     void ff_mac_key_init(ff_mac_key* key, const uint8_t* salt, size_t length)
     void ff_mac8(const ff_mac_key* key, const uint8_t* data, size_t length, uint8_t* tag)
+    void ff_mac8_pair(const ff_mac_key* key, const uint8_t* a, size_t a_length, const uint8_t* b, size_t b_length,
+                      uint8_t* a_tag, uint8_t* b_tag)
     ctypedef struct ff_message:
         const uint8_t* data
         size_t length
-    void ff_mac8_many(const ff_mac_key* key, const ff_message* messages, size_t n, uint8_t* tags)
+    size_t ff_mac8_lanes(const ff_mac_key* key, const ff_message* messages, size_t n, uint8_t* tags)
     void ff_mac_begin(ff_mac_stream* stream, const ff_mac_key* key)
     void ff_mac_update(ff_mac_stream* stream, const uint8_t* data, size_t length)
     void ff_mac_update_copy(ff_mac_stream* stream, uint8_t* to, const uint8_t* data, size_t length)
@@ -39,6 +41,8 @@ cdef extern from "_native/sha256.h" nogil:
     bint ff_mac_equal(const uint8_t* a, const uint8_t* b)
     const char* ff_sha256_kernels()
     const char* ff_sha256_kernel()
+    enum: FF_LANES
+    bint ff_sha256_lanes()
     int ff_sha256_use(const char* name)
 
 

@@ -21,7 +21,7 @@ from ._round import arrays_of
 from .display import plural
 from .signature import dtype_name, sig_or_why
 
-__all__ = ["Arrays", "Lane", "Model", "Slot", "Tensors", "norm"]
+__all__ = ["Arrays", "Lane", "Model", "Slot", "Tensors", "check_apart", "norm"]
 
 Arrays = tuple[NDArray[np.float32], ...]
 
@@ -291,7 +291,7 @@ class Model:
             # What tells no dtype is told from others by Tensors.
             buffers = {n: b for n, b in buffers.items() if not hasattr(b, "dtype") or dtype_name(b) == "float32"}
         model = Model(_tensors("params", params), _tensors("buffers", buffers), sig)
-        _check_apart(model.params, model.buffers)
+        check_apart(model.params, model.buffers)
         return model
 
     @property
@@ -310,7 +310,7 @@ def _tensors(what: str, tensors: Mapping[str, Any] | Iterable[Any]) -> Tensors:
     return Tensors(what, tensors)
 
 
-def _check_apart(*groups: Tensors) -> None:
+def check_apart(*groups: Tensors) -> None:
     """Refuse tensors that share memory: it would be sent twice, and averages written over each other.
 
     Raises:

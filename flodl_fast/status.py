@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from .channel import Address
+from .console import to_text
 
 __all__ = ["address", "fetch_state", "headline", "word"]
 
@@ -42,6 +43,7 @@ def fetch_state(controller: Address) -> dict[str, Any] | None:
         if response.status == http.client.SERVICE_UNAVAILABLE:
             return None
         state = json.loads(text)
+        to_text(state)  # No NaN and no infinity, so that it can be passed on.
     except http.client.HTTPException as error:
         raise ValueError(f"no HTTP answer: {type(error).__name__}") from None
     except RecursionError:
@@ -63,20 +65,22 @@ def headline(state: dict[str, Any] | None) -> str:
     """The page in a line: the run's phase, its ranks, and while the join window is open what may close it."""
     if state is None:
         return "the controller is up and has published nothing yet"
-    wanted = state["target_ranks"] or f"at least {state['min_rank_start']}"
-    told = f"{state['phase']}: {state['joined_ranks']} of {wanted} ranks on {state['joined_hosts']} host(s)"
+    said = {name: word(value) for name, value in state.items()}
+    wanted = said["target_ranks"] if state["target_ranks"] else f"at least {said['min_rank_start']}"
+    told = f"{said['phase']}: {said['joined_ranks']} of {wanted} ranks on {said['joined_hosts']} host(s)"
     if state["phase"] not in ("waiting", "staging"):
-        return word(told)
+        return told
     # Of 0.8: unless "auto", the window is held for a POST /start.
-    if (mode := state.get("start_mode", "auto")) != "auto":
-        told += f", start {mode}, {'given' if state.get('start_armed') else 'not given yet'}"
+    if said.get("start_mode", "auto") != "auto":
+        told += f", start {said['start_mode']}, {'given' if state.get('start_armed') else 'not given yet'}"
     # The page is written anew only where something changes: these run down in between.
     limits = (("window open", "window_remaining_secs"), ("gives up in", "cap_remaining_secs"))
-    left = [f"{words} {state[name]} s" for words, name in limits if state.get(name) is not None]
-    return word(f"{told}; at the last change {', '.join(left)}" if left else told)
+    left = [f"{words} {said[name]} s" for words, name in limits if said.get(name)]
+    return f"{told}; at the last change {', '.join(left)}" if left else told
 
 
 def word(value: Any) -> str:
-    """A value of the page as text that cannot steer a terminal."""
-    text = ", ".join(map(word, value)) if isinstance(value, list) else "" if value is None else str(value)
+    """A value of the page, or a list of them, as text that cannot steer a terminal; what is nested deeper is "…"."""
+    values = value if isinstance(value, list) else [value]
+    text = ", ".join("…" if isinstance(item, (list, dict)) else str(item) for item in values if item is not None)
     return text if text.isprintable() else ascii(text)

@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
     raise ImportError(f"flodl_fast.torch needs PyTorch ({error}): pip install 'flodl_fast[torch]'") from error
 
 from . import model
-from .model import Lane, Slot, Tensors
+from .model import Lane, Slot, Tensors, check_apart
 from .signature import sig_or_why
 
 __all__ = ["Model"]
@@ -38,6 +38,7 @@ class Model(model.Model):
 
     Raises:
         TypeError: a parameter that is not float32, nor of half precision under ``widen``.
+        ValueError: two tensors that are shared with the worker, and memory with each other.
     """
 
     def __init__(self, module: torch.nn.Module, *, widen: bool = False) -> None:
@@ -53,6 +54,7 @@ class Model(model.Model):
             Tensors("buffers", [b for b in buffers.values() if b.dtype == torch.float32]),
             sig_or_why(params, buffers),
         )
+        check_apart(self.params, self.buffers)
 
 
 def lane_of(tensor: torch.Tensor, *, widen: bool = False) -> Lane | None:

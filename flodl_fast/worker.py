@@ -441,19 +441,24 @@ class Worker:
         Before a Shutdown this takes the rounds from all ranks (docs/wire.md §8).
         """
         self._stop.set()
-        if isinstance(self.ended, (wire.Shutdown, ShutdownWithSave)) and not self._control.closed:
+        try:
+            if isinstance(self.ended, (wire.Shutdown, ShutdownWithSave)) and not self._control.closed:
+                self._say_goodbye()
+        finally:  # also where a signal handler raises
+            self._control.close()
+            self._data.close()
             self._heart.join()
-            try:
-                self._control.send(wire.Exiting(self.rank))
-                # What is unread at the close could make the system reset the connection and lose this.
-                until = time.monotonic() + DRAIN
-                while time.monotonic() < until:
-                    self._control.recv(0)
-            except (Elapsed, FlodlError) as error:
-                _logger.debug("rank %d: while closing: %s", self.rank, error)
-        self._control.close()
-        self._data.close()
+
+    def _say_goodbye(self) -> None:
         self._heart.join()
+        try:
+            self._control.send(wire.Exiting(self.rank))
+            # What is unread at the close could make the system reset the connection and lose this.
+            until = time.monotonic() + DRAIN
+            while time.monotonic() < until:
+                self._control.recv(0)
+        except (Elapsed, FlodlError) as error:
+            _logger.debug("rank %d: while closing: %s", self.rank, error)
 
     def __enter__(self) -> Worker:
         return self

@@ -18,11 +18,11 @@ PATIENT = {**os.environ, "FLODL_NET_TIMEOUT_SCALE": "3"}  # three interpreters t
 
 @pytest.mark.parametrize(("name", "accuracy"), [("torch", 97.0), ("jax", 95.0)])
 def test_digits(name, accuracy):
+    path = EXAMPLES / f"{name}_digits.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
     for needed in (name, "sklearn"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed: make test-frameworks")
-    path = EXAMPLES / f"{name}_digits.py"
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300, env=PATIENT)
     assert done.returncode == 0, done.stdout + done.stderr
     losses, held_out = zip(*re.findall(r"loss ([\d.]+), held-out ([\d.]+)%", done.stdout), strict=True)

@@ -156,7 +156,24 @@ def check_bfloat16():
         assert plain(widened(ff.reduce_frames(frames).tensors[0])) == plain(widened(mean))
 
 
-CHECK_SHA256 = [check_every_length, check_every_alignment, check_random_lengths_and_salts, check_streams, check_pairs]
+def check_lanes():
+    # Many short frames are checked up to sixteen at a time; one that is wrong is found at its place.
+    for count in (12, 13, 15, 16, 17, 29, 32, 33, 50):
+        messages = [ff.Heartbeat(i % 8, 1 << i % 32) for i in range(count)]
+        frames = [CODEC.encode(message) for message in messages]
+        assert CODEC.decode_many(b"".join(frames)) == (messages, sum(map(len, frames)))
+        for place in range(count):
+            changed = frames[place][:-1] + bytes([frames[place][-1] ^ 1])
+            later = [changed] * (count - place)
+            with pytest.raises(ff.AuthenticationError) as caught:
+                CODEC.decode_many(b"".join(frames[:place] + later))
+            assert caught.value.decoded == messages[:place]
+            assert caught.value.offset == sum(map(len, frames[:place]))
+
+
+CHECK_SHA256 = [
+    check_every_length, check_every_alignment, check_random_lengths_and_salts, check_streams, check_pairs, check_lanes,
+]  # fmt: skip
 CHECK_FOLD = [check_fold, check_first_nonfinite, check_copies, check_bfloat16]
 
 

@@ -109,7 +109,18 @@ def test_what_0_8_adds(run, told, said):
 
 def test_a_page_that_would_steer_the_terminal(run):
     with controller({**WAITING, "phase": "\x1b[2J"}) as address:
-        assert run(address, "--once")[1].splitlines()[0] == rf"'\x1b[2J: {JOINED}'"
+        assert run(address, "--once")[1].splitlines()[0] == rf"'\x1b[2J': {JOINED}"
+
+
+@pytest.mark.parametrize("depth", [1, 600])
+def test_what_is_nested_is_not_looked_into(run, depth):
+    member = b'{"gpus": [7, null, %s], "host": %s1%s}' % (b"[" * depth + b"]" * depth, b'{"a":' * depth, b"}" * depth)
+    page = json.dumps({**STAGING, "members": ["@"], "target_ranks": [[2]], "start_mode": {}}).encode()
+    with controller(page.replace(b'"@"', member)) as address:
+        code, out, err = run(address, "--once")
+    assert (code, err) == (0, "")
+    assert out.startswith("staging: 2 of … ranks on 1 host(s), start …, not given yet; ")
+    assert out.splitlines()[-1].split() == ["…", "7,", "…"]
 
 
 def test_objects_for_programs(run):
@@ -132,7 +143,9 @@ def test_nobody_there(run):
     "page",
     [
         b"<html>", b"[1]", b"{}", b'{"error": "not found"}', b"[" * 100_000, b" " * (LARGEST + 1),
-        *(json.dumps({**WAITING, **wrong}).encode() for wrong in ({"phase": 1}, {"members": 5}, {"members": [5]})),
+        *(json.dumps({**WAITING, **wrong}).encode() for wrong in (
+            {"phase": 1}, {"members": 5}, {"members": [5]}, {"cap_remaining_secs": float("nan")}, {"x": [float("inf")]},
+        )),
     ],
 )  # fmt: skip
 def test_somebody_else_there(run, page):

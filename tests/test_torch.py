@@ -146,6 +146,18 @@ def test_other_dtypes_are_refused(dtype, error):
         module.Model(torch.nn.Linear(2, 2, dtype=dtype), widen=True)
 
 
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_view_of_a_parameter_is_refused(kind):
+    net = torch.nn.Linear(3, 4)
+    view = net.weight.data.t()[1:]
+    if kind == "parameter":
+        net.view = torch.nn.Parameter(view)
+    else:
+        net.register_buffer("view", view)
+    with pytest.raises(ValueError, match=r"params: tensor 0 and (params: tensor 2|buffers: tensor 0) share memory"):
+        module.Model(net)
+
+
 def test_what_cannot_be_asked():
     options = {"rank": 0, "world": 1, "codec": CODEC, "data": ("", 0), "control": ("", 0)}
     with pytest.raises(TypeError, match="buffers of its own"):

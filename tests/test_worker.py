@@ -908,6 +908,22 @@ def test_a_coordinator_that_never_stops_does_not_keep_a_rank_from_its_end(coordi
     assert [type(m) for m in received_to_the_end(coordinator)] == [ff.Exiting]
 
 
+def test_a_signal_handler_s_error_at_the_end_closes_both_channels(coordinator, params, monkeypatch):
+    with coordinator.serving(params) as worker:
+        coordinator.send(ff.Shutdown())
+        assert list(worker.plans()) == []
+
+        def interrupted(*_):
+            raise TimeoutError("the batch system wants its machine back")
+
+        monkeypatch.setattr(worker._control, "recv", interrupted)
+        with pytest.raises(TimeoutError, match="wants its machine back"):
+            worker.close()
+        assert worker._control.closed
+        assert worker._data.closed
+    assert [type(m) for m in received_to_the_end(coordinator)] == [ff.Exiting]
+
+
 def test_what_cannot_be_told_ends_the_rank(coordinator, params):
     with coordinator.serving(params) as worker:
         coordinator.control.close()

@@ -25,23 +25,35 @@ static inline void ff_store64(uint8_t *p, uint64_t x) { x = FF_LE64(x); memcpy(p
 static inline double ff_load_f64(const uint8_t *p) { uint64_t bits = ff_load64(p); double x; memcpy(&x, &bits, 8); return x; }
 static inline void ff_store_f64(uint8_t *p, double x) { uint64_t bits; memcpy(&bits, &x, 8); ff_store64(p, bits); }
 
-/* memcpy, comparison and a hash for names, most of which have 8 to 16 bytes: their first and last 8, which may
- * overlap, without a call or a loop. */
+/* Copies, comparisons and hashes of a few bytes: names, the heads of tensors, small tensors. Shorter than a call; most
+ * names have 8 to 16 bytes, which are their first and last 8, and these may overlap. */
 static inline void ff_copy_short(uint8_t *to, const void *data, size_t n) {
     const uint8_t *from = (const uint8_t *)data;
     if (n - 8 <= 8) {
         const uint64_t first = ff_load64(from), last = ff_load64(from + n - 8);
         ff_store64(to, first);
         ff_store64(to + n - 8, last);
+    } else if (n > 16) {
+        for (size_t i = 0; i + 16 <= n; i += 16)
+            memcpy(to + i, from + i, 16);
+        memcpy(to + n - 16, from + n - 16, 16);
     } else {
-        memcpy(to, from, n);
+        for (size_t i = 0; i < n; i++)
+            to[i] = from[i];
     }
 }
 static inline int ff_same_short(const void *a, const void *b, size_t n) {
     const uint8_t *x = (const uint8_t *)a, *y = (const uint8_t *)b;
-    if (n - 8 <= 8)
-        return !((ff_load64(x) ^ ff_load64(y)) | (ff_load64(x + n - 8) ^ ff_load64(y + n - 8)));
-    return memcmp(x, y, n) == 0;
+    uint64_t unlike = 0;
+    if (n >= 8) {
+        for (size_t i = 0; i + 8 < n; i += 8)
+            unlike |= ff_load64(x + i) ^ ff_load64(y + i);
+        unlike |= ff_load64(x + n - 8) ^ ff_load64(y + n - 8);
+    } else {
+        for (size_t i = 0; i < n; i++)
+            unlike |= x[i] ^ y[i];
+    }
+    return unlike == 0;
 }
 static inline uint32_t ff_hash_short(const uint8_t *p, size_t n) {
     uint64_t h = n;

@@ -6,6 +6,9 @@
 #define BLOCK 64
 #define LAST_ROOM (BLOCK - 9)
 
+/* Messages from which on lanes, all of which take their time, are faster than pairs. */
+#define WORTH_LANES 13
+
 /* The outer message: an inner digest after the key block. */
 #define OUTER_BITS ((BLOCK + 32) * 8)
 
@@ -43,18 +46,9 @@ typedef struct {
     void (*finish)(uint8_t digest[32], const ending *end, const uint32_t outer[8]);
     void (*finish_pair)(uint8_t a_digest[32], const ending *a, uint8_t b_digest[32], const ending *b,
                         const uint32_t outer[8]);
-    /* Tag at most LANES messages, all at once; null where pairs are the most there is. */
+    /* Tag at most FF_LANES messages of at most LAST_ROOM bytes; null where the CPU has no lanes. */
     void (*mac8_lanes)(const ff_mac_key *key, const ff_message *messages, size_t n, uint8_t *tags);
 } kernel;
-
-#define LANES 16
-#define WORTH_LANES 13 /* lanes busy throughout from which on they are faster than pairs */
-
-/* The blocks of a message after the key's. */
-static size_t blocks_of(size_t length)
-{
-    return length / BLOCK + 1 + (length % BLOCK > LAST_ROOM);
-}
 
 /* Portable C ------------------------------------------------------------------------------------- */
 
@@ -546,10 +540,10 @@ TARGET static void hardware_finish_pair(uint8_t a_digest[32], const ending *a, u
     store_digest(&y, b_digest);
 }
 
-#define HARDWARE_KERNEL(name, usable, lanes) \
+#define HARDWARE_KERNEL(name, usable, mac8_lanes) \
     { \
         name, usable, hardware_compress, hardware_compress_pair, hardware_compress_copy, hardware_finish, \
-            hardware_finish_pair, lanes \
+            hardware_finish_pair, mac8_lanes \
     }
 
 static const kernel HARDWARE_ALONE = HARDWARE_KERNEL(HARDWARE, hardware_usable, NULL);
@@ -559,12 +553,7 @@ static const kernel HARDWARE_ALONE = HARDWARE_KERNEL(HARDWARE, hardware_usable, 
 
 #include "sha256_lanes.h"
 
-static int with_lanes_usable(void)
-{
-    return hardware_usable() && lanes_usable();
-}
-
-static const kernel WITH_LANES = HARDWARE_KERNEL("avx512", with_lanes_usable, lanes_mac8);
+static const kernel WITH_LANES = HARDWARE_KERNEL("avx512", lanes_usable, lanes_mac8);
 
 #define KERNELS {&WITH_LANES, &HARDWARE_ALONE, &PORTABLE}
 #define NAMES "avx512," HARDWARE ",portable"
@@ -622,69 +611,55 @@ void ff_mac8(const ff_mac_key *key, const uint8_t *data, size_t length, uint8_t 
     memcpy(tag, digest, FF_TAG_BYTES);
 }
 
-static void mac8_pair(const ff_mac_key *key, const ff_message *a, const ff_message *b, uint8_t *tags)
+void ff_mac8_pair(const ff_mac_key *key, const uint8_t *a, size_t a_length, const uint8_t *b,
+                  size_t b_length, uint8_t a_tag[FF_TAG_BYTES], uint8_t b_tag[FF_TAG_BYTES])
 {
-    const size_t a_blocks = a->length / BLOCK, b_blocks = b->length / BLOCK;
+    const size_t a_blocks = a_length / BLOCK, b_blocks = b_length / BLOCK;
     const size_t both = a_blocks < b_blocks ? a_blocks : b_blocks;
-    ending a_end = {key->inner, a->data, a->length, BLOCK + (uint64_t)a->length};
-    ending b_end = {key->inner, b->data, b->length, BLOCK + (uint64_t)b->length};
+    ending a_end = {key->inner, a, a_length, BLOCK + (uint64_t)a_length};
+    ending b_end = {key->inner, b, b_length, BLOCK + (uint64_t)b_length};
     uint32_t a_state[8], b_state[8];
     uint8_t a_digest[32], b_digest[32];
 
     if (a_blocks) {
         memcpy(a_state, key->inner, sizeof a_state);
         a_end.state = a_state;
-        a_end.data = a->data + a_blocks * BLOCK;
-        a_end.rest = a->length % BLOCK;
+        a_end.data = a + a_blocks * BLOCK;
+        a_end.rest = a_length % BLOCK;
     }
     if (b_blocks) {
         memcpy(b_state, key->inner, sizeof b_state);
         b_end.state = b_state;
-        b_end.data = b->data + b_blocks * BLOCK;
-        b_end.rest = b->length % BLOCK;
+        b_end.data = b + b_blocks * BLOCK;
+        b_end.rest = b_length % BLOCK;
     }
     if (both)
-        active->compress_pair(a_state, a->data, b_state, b->data, both);
+        active->compress_pair(a_state, a, b_state, b, both);
     if (a_blocks > both)
-        active->compress(a_state, a->data + both * BLOCK, a_blocks - both);
+        active->compress(a_state, a + both * BLOCK, a_blocks - both);
     if (b_blocks > both)
-        active->compress(b_state, b->data + both * BLOCK, b_blocks - both);
+        active->compress(b_state, b + both * BLOCK, b_blocks - both);
     active->finish_pair(a_digest, &a_end, b_digest, &b_end, key->outer);
-    memcpy(tags, a_digest, FF_TAG_BYTES);
-    memcpy(tags + FF_TAG_BYTES, b_digest, FF_TAG_BYTES);
+    memcpy(a_tag, a_digest, FF_TAG_BYTES);
+    memcpy(b_tag, b_digest, FF_TAG_BYTES);
 }
 
-/* Lanes take as long as the longest message in all of them, of pairs each takes its own time. */
-static int lanes_gain(const ff_message *messages, size_t n)
+int ff_sha256_lanes(void)
 {
-    size_t all = 0, most = 0;
-    if (n < WORTH_LANES)
+    return active->mac8_lanes != NULL;
+}
+
+size_t ff_mac8_lanes(const ff_mac_key *key, const ff_message *messages, size_t n, uint8_t *tags)
+{
+    if (!active->mac8_lanes || n < WORTH_LANES)
         return 0;
-    for (size_t i = 0; i < n; i++) {
-        const size_t blocks = blocks_of(messages[i].length) + 1; /* the outer one */
-        all += blocks;
-        most = blocks > most ? blocks : most;
-    }
-    return all >= WORTH_LANES * most;
-}
-
-void ff_mac8_many(const ff_mac_key *key, const ff_message *messages, size_t n, uint8_t *tags)
-{
-    while (n) {
-        const size_t some = n < LANES ? n : LANES;
-        if (active->mac8_lanes && lanes_gain(messages, some)) {
-            active->mac8_lanes(key, messages, some, tags);
-        } else {
-            size_t i;
-            for (i = 0; i + 1 < some; i += 2)
-                mac8_pair(key, &messages[i], &messages[i + 1], tags + i * FF_TAG_BYTES);
-            if (i < some)
-                ff_mac8(key, messages[i].data, messages[i].length, tags + i * FF_TAG_BYTES);
-        }
-        messages += some;
-        tags += some * FF_TAG_BYTES;
-        n -= some;
-    }
+    if (n > FF_LANES)
+        n = FF_LANES;
+    for (size_t i = 0; i < n; i++)
+        if (messages[i].length > LAST_ROOM)
+            return 0;
+    active->mac8_lanes(key, messages, n, tags);
+    return n;
 }
 
 void ff_mac_begin(ff_mac_stream *stream, const ff_mac_key *key)

@@ -29,13 +29,19 @@ void ff_mac_key_init(ff_mac_key *key, const uint8_t *salt, size_t length);
 /* Tag one message that is all there. */
 void ff_mac8(const ff_mac_key *key, const uint8_t *data, size_t length, uint8_t tag[FF_TAG_BYTES]);
 
+/* Tag two messages under one key, their compressions interleaved where the CPU gains by it. */
+void ff_mac8_pair(const ff_mac_key *key, const uint8_t *a, size_t a_length, const uint8_t *b,
+                  size_t b_length, uint8_t a_tag[FF_TAG_BYTES], uint8_t b_tag[FF_TAG_BYTES]);
+
 typedef struct {
     const uint8_t *data;
     size_t length;
 } ff_message;
 
-/* Tag n messages under one key, FF_TAG_BYTES each, hashed side by side as far as the CPU gains by it. */
-void ff_mac8_many(const ff_mac_key *key, const ff_message *messages, size_t n, uint8_t *tags);
+/* Tag the first of n messages, each in a lane of its own, FF_TAG_BYTES for each. Returns how many: at most
+ * FF_LANES, and 0 where the kernel has no lanes or pairs are as fast, as they are for longer messages. */
+#define FF_LANES 16
+size_t ff_mac8_lanes(const ff_mac_key *key, const ff_message *messages, size_t n, uint8_t *tags);
 
 /* Tag a message that comes in pieces: begin, any number of updates, end. */
 void ff_mac_begin(ff_mac_stream *stream, const ff_mac_key *key);
@@ -65,6 +71,7 @@ static inline int ff_mac_equal(const uint8_t a[FF_TAG_BYTES], const uint8_t b[FF
  * call anything here. */
 const char *ff_sha256_kernels(void); /* names usable on this CPU, best first: "avx512,shani,portable" */
 const char *ff_sha256_kernel(void);  /* the name in use */
+int ff_sha256_lanes(void);           /* whether it has lanes */
 int ff_sha256_use(const char *name); /* NULL: the best; 0, or -1: unknown or unusable here */
 
 #endif

@@ -1,5 +1,5 @@
 /* HMAC-SHA256 of sixteen messages at a time, one in each 32-bit lane of AVX-512's registers; included by
- * sha256.c. The sixteen go through their blocks together: one that has ended keeps its state. */
+ * sha256.c. Each message fills one block at most. */
 
 #define TARGET_LANES __attribute__((target("avx512f,avx512bw")))
 #define INLINE_LANES static inline TARGET_LANES __attribute__((always_inline))
@@ -7,9 +7,10 @@
 /* The same word of every message. */
 typedef __m512i wide;
 
+/* The builtin asks the operating system too, which has to keep the registers. */
 static int lanes_usable(void)
 {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+    return hardware_usable() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
 }
 
 INLINE_LANES wide every(uint32_t x)
@@ -55,8 +56,8 @@ INLINE_LANES wide sum(wide x, wide y)
         WIDE_ROUND(b, c, d, e, f, g, h, a, i + 7, more); \
     } while (0)
 
-/* One block of each message that is `on`; w is used up. */
-INLINE_LANES void wide_block(wide state[8], wide w[16], __mmask16 on)
+/* One block; w is used up. */
+INLINE_LANES void wide_block(wide state[8], wide w[16])
 {
     wide a = state[0], b = state[1], c = state[2], d = state[3];
     wide e = state[4], f = state[5], g = state[6], h = state[7];
@@ -69,7 +70,7 @@ INLINE_LANES void wide_block(wide state[8], wide w[16], __mmask16 on)
     EIGHT_WIDE_ROUNDS(8, 0);
     const wide turned[8] = {a, b, c, d, e, f, g, h};
     for (int i = 0; i < 8; i++)
-        state[i] = _mm512_mask_add_epi32(state[i], on, state[i], turned[i]);
+        state[i] = sum(state[i], turned[i]);
 }
 
 INLINE_LANES wide swap_every(wide x)
@@ -78,14 +79,11 @@ INLINE_LANES wide swap_every(wide x)
         x, _mm512_broadcast_i32x4(_mm_set_epi8(12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3)));
 }
 
-/* The sixteen words of a message that start at this byte, with its end marked and zeros after it. */
-INLINE_LANES wide block_of(const ff_message *message, size_t at)
+/* A message with its end marked and zeros after it. */
+INLINE_LANES wide block_of(const ff_message *message)
 {
-    if (at > message->length)
-        return _mm512_setzero_si512();
-    const size_t left = message->length - at;
-    const __mmask64 end = left < BLOCK ? (__mmask64)1 << left : 0;
-    const wide bytes = _mm512_maskz_loadu_epi8(end - 1, message->data + at);
+    const __mmask64 end = (__mmask64)1 << message->length;
+    const wide bytes = _mm512_maskz_loadu_epi8(end - 1, message->data);
     return swap_every(_mm512_mask_blend_epi8(end, bytes, _mm512_set1_epi8((char)0x80)));
 }
 
@@ -119,30 +117,21 @@ INLINE_LANES void transpose(wide rows[16])
 
 TARGET_LANES static void lanes_mac8(const ff_mac_key *key, const ff_message *messages, size_t n, uint8_t *tags)
 {
-    uint32_t blocks[LANES] = {0}, high[LANES] = {0}, low[LANES] = {0}; /* high, low: the bit length's words */
-    uint8_t all[LANES * FF_TAG_BYTES];
-    uint32_t most = 0;
+    uint32_t bits[FF_LANES] = {0};
+    uint8_t all[FF_LANES * FF_TAG_BYTES];
     wide state[8], w[16];
 
+    for (size_t i = 0; i < FF_LANES; i++)
+        w[i] = _mm512_setzero_si512();
     for (size_t i = 0; i < n; i++) {
-        const uint64_t total = BLOCK + (uint64_t)messages[i].length;
-        high[i] = (uint32_t)(total >> 29);
-        low[i] = (uint32_t)(total << 3);
-        blocks[i] = (uint32_t)blocks_of(messages[i].length);
-        most = blocks[i] > most ? blocks[i] : most;
+        w[i] = block_of(&messages[i]);
+        bits[i] = (uint32_t)(BLOCK + messages[i].length) * 8;
     }
-    const wide count = _mm512_loadu_si512(blocks);
+    transpose(w);
+    w[15] = _mm512_loadu_si512(bits);
     for (int i = 0; i < 8; i++)
         state[i] = every(key->inner[i]);
-    for (uint32_t block = 0; block < most; block++) {
-        const __mmask16 last = _mm512_cmpeq_epi32_mask(count, every(block + 1));
-        for (size_t i = 0; i < LANES; i++)
-            w[i] = i < n ? block_of(&messages[i], (size_t)block * BLOCK) : _mm512_setzero_si512();
-        transpose(w);
-        w[14] = _mm512_mask_loadu_epi32(w[14], last, high);
-        w[15] = _mm512_mask_loadu_epi32(w[15], last, low);
-        wide_block(state, w, _mm512_cmpgt_epu32_mask(count, every(block)));
-    }
+    wide_block(state, w);
 
     memcpy(w, state, sizeof state);
     w[8] = every(0x80000000);
@@ -151,7 +140,7 @@ TARGET_LANES static void lanes_mac8(const ff_mac_key *key, const ff_message *mes
     w[15] = every(OUTER_BITS);
     for (int i = 0; i < 8; i++)
         state[i] = every(key->outer[i]);
-    wide_block(state, w, 0xffff);
+    wide_block(state, w);
 
     /* The first two words of each digest, brought together. */
     const wide some = swap_every(_mm512_unpacklo_epi32(state[0], state[1]));

@@ -113,7 +113,6 @@ static int listed(const char *names, const char *name)
 
 #define SHORT 300
 #define LONG ((size_t)1 << 20)
-#define TOGETHER 37 /* most messages of one call: two whole sixteens and some */
 
 static uint8_t message[LONG];
 static ff_mac_key the_key;
@@ -199,39 +198,50 @@ static void check_every_length_and_alignment(void)
     CHECK(!memcmp(tag, short_digests[0], 8), "tag of nothing at a null pointer");
 }
 
-/* Tag messages of these lengths together, each with bytes of its own in memory of its own. */
-static void check_together(const size_t *lengths, size_t n)
+static void check_pairs(void)
 {
-    ff_message messages[TOGETHER];
-    area in[TOGETHER], tags = output(8 * n, n % 64);
-    for (size_t i = 0; i < n; i++) {
-        in[i] = input(message + 5 * i, lengths[i], (7 * i + lengths[i]) % 64);
-        messages[i] = (ff_message){in[i].data, lengths[i]};
-    }
-    ff_mac8_many(&the_key, messages, n, tags.data);
-    for (size_t i = 0; i < n; i++) {
-        uint8_t tag[8];
-        ff_mac8(&the_key, in[i].data, lengths[i], tag);
-        CHECK(!memcmp(tags.data + 8 * i, tag, 8), "tag of %zu bytes, message %zu of %zu", lengths[i], i, n);
-        free(in[i].memory);
-    }
-    CHECK(guards_hold(&tags), "bytes beyond the tags of %zu messages", n);
-    free(tags.memory);
+    uint8_t a_tag[8], b_tag[8];
+    for (size_t a_length = 0; a_length <= 200; a_length++)
+        for (size_t b_length = 0; b_length <= 200; b_length++) {
+            area a = input(message, a_length, a_length % 64);
+            area b = input(message, b_length, (a_length + 7) % 64);
+            ff_mac8_pair(&the_key, a.data, a_length, b.data, b_length, a_tag, b_tag);
+            CHECK(!memcmp(a_tag, short_digests[a_length], 8) && !memcmp(b_tag, short_digests[b_length], 8),
+                  "pair of %zu and %zu", a_length, b_length);
+            free(a.memory);
+            free(b.memory);
+        }
 }
 
-static void check_many(void)
+/* Any number of messages, all of one length or each of a length of its own, with bytes and memory of its own. */
+static void check_lanes(void)
 {
-    size_t lengths[TOGETHER];
-    for (lengths[0] = 0; lengths[0] <= 200; lengths[0]++)
-        for (lengths[1] = 0; lengths[1] <= 200; lengths[1]++)
-            check_together(lengths, 2);
-    /* Any number of them: all of one length, or one, or each of a length of its own. */
-    for (size_t n = 0; n <= TOGETHER; n++)
-        for (size_t length = 0; length <= SHORT; length += 1 + random32() % 5)
-            for (int kind = 0; kind < 3; kind++) {
+    for (size_t n = 0; n <= 2 * FF_LANES; n++)
+        for (size_t length = 0; length <= 70; length++)
+            for (int own = 0; own < 2; own++) {
+                ff_message messages[2 * FF_LANES];
+                area in[2 * FF_LANES], tags = output(8 * FF_LANES, length % 64);
+                for (size_t i = 0; i < n; i++) {
+                    const size_t size = own ? random32() % (length + 1) : length;
+                    in[i] = input(message + 5 * i, size, (7 * i + length) % 64);
+                    messages[i] = (ff_message){in[i].data, size};
+                }
+                const size_t done = ff_mac8_lanes(&the_key, messages, n, tags.data);
+                CHECK(done == 0 || (ff_sha256_lanes() && done == (n < FF_LANES ? n : FF_LANES)),
+                      "%zu of %zu messages tagged", done, n);
+                CHECK(done || !ff_sha256_lanes() || n < FF_LANES || length > 55, "none of %zu messages tagged", n);
+                for (size_t i = 0; i < done; i++) {
+                    uint8_t tag[8];
+                    ff_mac8(&the_key, in[i].data, messages[i].length, tag);
+                    CHECK(!memcmp(tags.data + 8 * i, tag, 8), "tag of %zu bytes, message %zu of %zu",
+                          messages[i].length, i, n);
+                }
+                for (size_t i = 8 * done; i < 8 * FF_LANES; i++)
+                    CHECK(tags.data[i] == GUARD_BYTE, "byte %zu beyond %zu tags", i, done);
+                CHECK(guards_hold(&tags), "bytes around the tags of %zu messages", n);
                 for (size_t i = 0; i < n; i++)
-                    lengths[i] = kind == 2 || (kind == 1 && i == length % n) ? random32() % (SHORT + 1) : length;
-                check_together(lengths, n);
+                    free(in[i].memory);
+                free(tags.memory);
             }
 }
 
@@ -291,7 +301,7 @@ static void check_long_messages(void)
     for (int round = 0; round < 20; round++) {
         const size_t a_length = random32() % LONG, b_length = random32() % LONG;
         const size_t cut = random32() % (a_length + 1);
-        uint8_t a_digest[32], b_digest[32], digest[32], tags[16], tag[8];
+        uint8_t a_digest[32], b_digest[32], digest[32], a_tag[8], b_tag[8], tag[8];
         area a = input(message, a_length, random32() % 64), b = input(message, b_length, random32() % 64);
         ff_mac_stream stream;
         ff_sha256_use("portable");
@@ -300,8 +310,8 @@ static void check_long_messages(void)
         ff_sha256_use(kernel);
         ff_mac32(&the_key, a.data, a_length, digest);
         CHECK(!memcmp(digest, a_digest, 32), "digest of %zu", a_length);
-        ff_mac8_many(&the_key, (ff_message[2]){{a.data, a_length}, {b.data, b_length}}, 2, tags);
-        CHECK(!memcmp(tags, a_digest, 8) && !memcmp(tags + 8, b_digest, 8), "pair of %zu and %zu", a_length,
+        ff_mac8_pair(&the_key, a.data, a_length, b.data, b_length, a_tag, b_tag);
+        CHECK(!memcmp(a_tag, a_digest, 8) && !memcmp(b_tag, b_digest, 8), "pair of %zu and %zu", a_length,
               b_length);
         ff_mac_begin(&stream, &the_key);
         ff_mac_update(&stream, a.data, cut);
@@ -330,7 +340,8 @@ static void check_sha256_kernel(void)
     check_known_answers();
     check_bit_length();
     check_every_length_and_alignment();
-    check_many();
+    check_pairs();
+    check_lanes();
     check_streams();
     check_long_messages();
 }
