@@ -36,6 +36,7 @@ KILL_EVERY = 5  # runs
 WARM_UP = 20  # runs of a process before its memory is taken for what it needs
 GROWTH = 8 << 20  # bytes that its memory may grow by from then on
 RUN_LIMIT = 180.0  # seconds
+SILENCE = 20  # seconds after which a controller takes a rank for dead
 SETTLING = 5.0  # seconds in which the system lets go of a thread that has been joined
 SIZES = (1000, 50_000)  # values of the model
 CONTROLLERS = {"crate": (60, 0.002), "local": (300, 0.0)}  # batches of a rank's epoch, seconds of one
@@ -188,7 +189,10 @@ class Soak:
         kind = self._controllers[number % len(self._controllers)]
         batches, pause = CONTROLLERS[kind]
         direct, size = self._rng.random() < 0.5, self._rng.choice(SIZES)
-        options = ("--hosts", "0,1;2", "--samples", WORLD * BATCH * batches, "--batch", BATCH, "--epochs", EPOCHS)
+        options = (
+            "--hosts", "0,1;2", "--samples", WORLD * BATCH * batches, "--batch", BATCH, "--epochs", EPOCHS,
+            "--heartbeat-timeout", SILENCE,
+        )  # fmt: skip
         killed = number % KILL_EVERY == KILL_EVERY - 1
         with self._controller(kind, options) as controller:
             watched = [rank.watched for rank in self._ranks] + [self._here]
