@@ -80,25 +80,27 @@ def build_parser(wanted: Collection[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flodl_fast {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+    def command(name: str, help: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-        sub.set_defaults(run=run, parser=sub)
+        sub.set_defaults(parser=sub)
         return sub
 
-    encode = command("encode", _encode, "turn JSON lines on standard input, each a message, into frames")
-    decode = command("decode", _decode, "turn JSON lines on standard input, each a frame, into messages")
-    info = command("info", _info, "name the version, the revisions spoken and the kernels in use")
+    encode = command("encode", "turn JSON lines on standard input, each a message, into frames")
+    decode = command("decode", "turn JSON lines on standard input, each a frame, into messages")
+    info = command("info", "name the version, the revisions spoken and the kernels in use")
     info.add_argument("--json", action="store_true", help="print a JSON object, for programs")
-    for sub in (encode, decode):
+    info.set_defaults(run=_info)
+    for sub, run in ((encode, _encode), (decode, _decode)):
+        sub.set_defaults(run=run)
         sub.add_argument("--revision", choices=REVISIONS, default="0.6", help="the wire's (default: %(default)s)")
 
     # Each has a module of its own, which it alone needs.
     for name, (module_name, help) in COMMANDS.items():
-        sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        sub = command(name, help)
         if name in wanted:
             module = importlib.import_module(f".{module_name}", __package__)
             module.add_arguments(sub)
-            sub.set_defaults(run=module.run, parser=sub)
+            sub.set_defaults(run=module.run)
     return parser
 
 

@@ -447,11 +447,8 @@ def _python() -> str:
     found = shutil.which("python")
     if found is not None and os.path.abspath(found) == os.path.join(os.path.dirname(sys.executable), "python"):
         return "python"
-    return shlex.quote(os.path.relpath(sys.executable) if _is_below(sys.executable) else sys.executable)
-
-
-def _is_below(path: str) -> bool:
-    return Path(path).is_relative_to(Path.cwd())
+    below = Path(sys.executable).is_relative_to(Path.cwd())
+    return shlex.quote(os.path.relpath(sys.executable) if below else sys.executable)
 
 
 def _fail(reason: str) -> int:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import gt
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,6 @@ class Watched:
     first: tuple[int, int, int] | None = None
     last: tuple[int, int, int] = (0, 0, 0)
     peak: tuple[int, int, int] = (0, 0, 0)
-    history: list[int] = field(default_factory=list)  # of memory between runs
 
     def now(self) -> tuple[int, int, int]:
         with self.process.oneshot():
@@ -108,7 +107,6 @@ class Watched:
         while self._more(now := self.now()) and time.monotonic() < until:
             time.sleep(0.01)
         self.last = now
-        self.history.append(self.last[0])
         if self.runs <= WARM_UP:
             self.first = self.last
 
