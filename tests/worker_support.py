@@ -292,25 +292,36 @@ def rounded(array: np.ndarray, wire: str | None) -> np.ndarray:
 
 
 @contextmanager
-def settling(stack: Any) -> Iterator[tuple[str, int]]:
-    """A ``SettlingTap`` before the relays of a stack; its address."""
-    with SettlingTap(stack.codec) as tap:
+def running(*command: object, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process, its output a pipe of text, that does not outlive the block."""
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def peer_ranks(binary: Path, stack: Any, wire: str | None) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """What starts a `peer rank`, behind a ``SettlingTap`` before the relays of a stack.
+
+    It is a rank of the crate's own making, whose model is an array of so many values; from 0.8 on that is layer0.
+    """
+    with SettlingTap(stack.codec) as tap, ExitStack() as started:
         tap.routes = stack.relays
-        yield tap.address
+        port = tap.address[1]
 
+        def start(rank: int, size: int, *options: object) -> subprocess.Popen[str]:
+            signature = ff.model_sig(named([np.empty(size, np.float32)])).hex()
+            return started.enter_context(
+                running(
+                    binary, "rank", "--salt", SALT.hex(), "--rank", rank, "--world", stack.world, "--data", port,
+                    "--control", port, "--params", size, "--model-sig", signature, *(["--bf16"] if wire else []),
+                    *options,
+                )
+            )  # fmt: skip
 
-def peer_rank(
-    binary: Path, stack: Any, relay: tuple[str, int], rank: int, size: int, wire: str | None, *options: str
-) -> subprocess.Popen[str]:
-    """`peer rank`: a rank of the crate's own making, whose model is an array of this size; from 0.8 on it is layer0."""
-    port = str(relay[1])
-    model = np.empty(size, np.float32)
-    command = [
-        str(binary), "rank", "--salt", SALT.hex(), "--rank", str(rank), "--world", str(stack.world),
-        "--data", port, "--control", port, "--params", str(size),
-        "--model-sig", ff.model_sig(named([model])).hex(), *(["--bf16"] if wire else []), *options,
-    ]  # fmt: skip
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        yield start
 
 
 def ask_for_an_average(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from local_support import stack, start  # noqa: F401
-from worker_support import SPOKEN, WAIT, peer_rank, settling
+from worker_support import SPOKEN, WAIT, peer_ranks
 
 import flodl_fast as ff
 from flodl_fast.channel import ControlChannel, DataChannel
@@ -95,8 +95,9 @@ def test_a_silent_rank(stack, monkeypatch, direct):  # noqa: F811
 
 @SPOKEN
 def test_ranks_of_the_crate(stack, peer_build, revision, wire):  # noqa: F811
-    with stack("--hosts", "0,1;2", revision=revision) as running, settling(running) as relay:
-        ranks = [peer_rank(peer_build(revision), running, relay, rank, 1000, wire) for rank in range(3)]
+    binary = peer_build(revision)
+    with stack("--hosts", "0,1;2", revision=revision) as running, peer_ranks(binary, running, wire) as start_theirs:
+        ranks = [start_theirs(rank, 1000) for rank in range(3)]
         ends = [json.loads(rank.communicate(timeout=WAIT)[0]) for rank in ranks]
         *epochs, done = running.lines()
     assert ends == [
@@ -114,8 +115,11 @@ def test_ranks_of_the_crate(stack, peer_build, revision, wire):  # noqa: F811
 
 @SPOKEN
 def test_ranks_of_the_crate_and_ours_together(stack, peer_build, revision, wire):  # noqa: F811
-    with stack("--hosts", "0;1;2", "--samples", 96, revision=revision) as running, settling(running) as relay:
-        theirs = peer_rank(peer_build(revision), running, relay, 1, 6, wire)
+    with (
+        stack("--hosts", "0;1;2", "--samples", 96, revision=revision) as running,
+        peer_ranks(peer_build(revision), running, wire) as start_theirs,
+    ):
+        theirs = start_theirs(1, 6)
         # Its model is one tensor, and so is ours here.
         options = [{**running.options(rank), "bf16_wire": wire == "bf16"} for rank in (0, 2)]
         ours = [start(its, tensors=1, in_step=True) for its in options]

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,10 +22,10 @@ from worker_support import (
     Stack,
     await_update,
     named,
-    peer_rank,
+    peer_ranks,
     rounded,
+    running,
     settle,
-    settling,
     until,
 )
 
@@ -210,16 +209,20 @@ def test_a_cohort_of_ours(peer_build, rounds, route, policy, revision, wire):
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 @SPOKEN
 def test_a_mixed_world(peer_build, policy, revision, wire):
-    """The crate's ranks 0 and 2 share their relays with ours, and one of ours dials the controller."""
-    shape = 50
-    with Stack(
-        peer_build(revision), "--hosts", "0,1;2,3;4", "--policy", policy, "--epochs", 3, "--samples", SAMPLES,
-        "--batch", BATCH, revision=revision,
-    ) as stack, settling(stack) as relay:
-        theirs = [
-            peer_rank(peer_build(revision), stack, relay, rank, shape, wire, "--form", "--batch", str(BATCH))
-            for rank in (0, 2)
-        ]
+    """The crate's ranks 0 and 2 share their relays with ours, and one of ours dials the controller.
+
+    An epoch is one average's batches: where 0.6 ends an epoch within a window, a rank whose report is taken before the
+    others' may go into the next one too far ahead, and the last plan of that is never dealt.
+    """
+    shape, world, window = 50, 5, 4
+    with (
+        Stack(
+            peer_build(revision), "--hosts", "0,1;2,3;4", "--policy", policy, "--epochs", EPOCHS,
+            "--samples", world * window * BATCH, "--batch", BATCH, "--anchor", window, revision=revision,
+        ) as stack,
+        peer_ranks(peer_build(revision), stack, wire) as start,
+    ):
+        theirs = [start(rank, shape, "--form", "--batch", BATCH, "--batch-ms", BATCH_MS) for rank in (0, 2)]
 
         def train(rank, direct):
             params = [np.full(shape, rank, f32)]
@@ -232,7 +235,7 @@ def test_a_mixed_world(peer_build, policy, revision, wire):
                     for _ in plan.batches(BATCH):
                         await_update(worker, heard)
                         params[0] += f32(0.5)
-                        worker.step(1.0, batch_ms=1.0, data_ms=0.1)  # as theirs say
+                        worker.step(1.0, batch_ms=BATCH_MS, data_ms=0.1)  # as theirs say
                     settle(worker, heard)
             return params[0], worker.steps, begun
 
@@ -240,7 +243,7 @@ def test_a_mixed_world(peer_build, policy, revision, wire):
         ends = [run.result() for run in ours]
         reports = [json.loads(process.communicate(timeout=WAIT)[0]) for process in theirs]
         done = stack.lines()[-1]
-    assert (done["done"], done["dead"], done["last_epoch"]) == (True, 0, 2)
+    assert (done["done"], done["dead"], done["last_epoch"]) == (True, 0, EPOCHS - 1)
     assert [report["ended"] for report in reports] == ["shutdown", "shutdown"]
     assert [begun for _, _, begun in ends] == [[0.0] * shape] * 3
     assert done["global_step"] == sum(steps for _, steps, _ in ends) + sum(report["steps"] for report in reports)
@@ -323,7 +326,7 @@ def child(stack, rank):
         **os.environ, "FLODL_INTERNAL_CLUSTER_JSON": json.dumps(envelope).encode().hex(), "FLODL_HOST_NAME": "child",
         "FLODL_INTERNAL_LOCAL_RANK": "0", "FLODL_FAST_ROUTE": "direct",
     }
-    return subprocess.Popen([sys.executable, "-c", CHILD], env=env, stdout=subprocess.PIPE, text=True)
+    return running(sys.executable, "-c", CHILD, env=env)
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
@@ -333,8 +336,7 @@ def test_a_rank_that_hangs_is_left_behind(peer_binary, monkeypatch, policy):
     with Stack(
         peer_binary, "--hosts", "0,1;2", "--policy", policy, "--epochs", 2, "--samples", SAMPLES, "--batch", BATCH,
         "--heartbeat-timeout", 3,
-    ) as stack:
-        lost = child(stack, 2)
+    ) as stack, child(stack, 2) as lost:
         survivors = [Slow(stack, rank) for rank in (0, 1)]
         lines = [lost.stdout.readline().split()]
         lost.send_signal(signal.SIGSTOP)
@@ -363,8 +365,7 @@ def test_a_killed_rank_takes_the_rounds_from_all(peer_binary):
     with Stack(
         peer_binary, "--hosts", "0,1;2", "--epochs", 2, "--samples", SAMPLES, "--batch", BATCH,
         "--heartbeat-timeout", 3,
-    ) as stack:
-        lost = child(stack, 2)
+    ) as stack, child(stack, 2) as lost:
         others = [Rank(stack, rank) for rank in (0, 1)]
         lost.stdout.readline()
         lost.kill()
