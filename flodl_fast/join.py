@@ -47,7 +47,7 @@ from .messages import (
     Message,
     RelayMsg,
 )
-from .net import scaled
+from .net import Deadlines, scaled
 from .status import address, fetch_state, headline
 
 __all__ = ["Exit", "add_arguments", "run"]
@@ -224,9 +224,11 @@ def _join(args: argparse.Namespace) -> int:
     codec = Codec(args.salt or bytes(protocol.SALT_SIZE), args.revision)
     hello = _hello(codec, args)
     where = "{}:{}".format(*args.controller)
-    _say(f"{args.host} offers {len(args.devices)} rank(s) to {where}")
+    deadlines = Deadlines()
+    patience = deadlines.attempts * deadlines.pause
+    _say(f"{args.host} offers {len(args.devices)} rank(s) to {where}, dialled for up to {patience:g} s")
     try:
-        channel = JoinChannel.connect(args.controller, codec)
+        channel = JoinChannel.connect(args.controller, codec, deadlines=deadlines)
     except HandshakeError as error:
         raise _Stop(str(error), Exit.TIMED_OUT) from error
     with channel:

@@ -114,6 +114,7 @@ class _Findings:
         self._summary = Summary()
         self._view = _JsonLines() if args.json else _Table()
         self._limited = False
+        self._read = 0
 
     def show(self) -> int:
         """Show the frames and what they come to; the exit code."""
@@ -139,17 +140,19 @@ class _Findings:
             self._view.sums(self._summary, self._entries)
         else:
             self._view.end(self._summary, self._entries, self._limited)
+        if self._read and not self._summary.frames:
+            print(f"none of {plural(self._read, 'frame')} is what --kind and --rank ask for", file=sys.stderr)
 
     def _chosen(self) -> Iterator[tuple[int, Entry]]:
         """The entries that were asked for, each with its number in the file."""
-        kinds, ranks = self._args.kind, self._args.rank
-        chosen = (
-            (index, entry)
-            for index, entry in enumerate(self._entries)
-            if (not kinds or not _names(entry).isdisjoint(kinds)) and (not ranks or rank_of(entry) in ranks)
-        )
-        yield from islice(chosen, self._args.limit)
+        yield from islice(filter(self._is_chosen, enumerate(self._entries)), self._args.limit)
         self._limited = self._summary.frames == self._args.limit
+
+    def _is_chosen(self, numbered: tuple[int, Entry]) -> bool:
+        index, entry = numbered
+        self._read = index + 1
+        kinds, ranks = self._args.kind, self._args.rank
+        return (not kinds or not _names(entry).isdisjoint(kinds)) and (not ranks or rank_of(entry) in ranks)
 
     def _plot(self) -> int:
         from .plots import plot_run

@@ -158,7 +158,7 @@ def test_offer_environment_output_and_exit_codes(window, capfd, monkeypatch):
         values = [str(index), "node", "direct", str(device), "PCI_BUS_ID", "2", None]
         assert lines == [json.dumps(values), "[3, 4]", "what stdin has: ''"]
         assert f"[rank {rank}] a complaint\n" in err
-    assert "node offers 2 rank(s) to 127.0.0.1" in err
+    assert f"node offers 2 rank(s) to 127.0.0.1:{window.port}, dialled for up to 30 s" in err
     assert "admitted as rank 3, 4; waiting for the world, up to 60 s" in err
     assert "the world has formed" in err
     assert SALT.hex() not in out + err

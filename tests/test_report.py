@@ -111,6 +111,13 @@ def test_frames_of_a_rank(run):
     assert len(both) > len(shown(out))
 
 
+@pytest.mark.parametrize("view", [[], ["--json"], ["--summary"]])
+def test_filters_that_leave_nothing_say_so(run, capsys, view):
+    everything = len(shown(run(RELAY, "--json")[1]))
+    assert main(["inspect", RELAY, "--rank", "7", *view]) == 0
+    assert capsys.readouterr().err == f"none of {everything} frames is what --kind and --rank ask for\n"
+
+
 def test_what_is_filtered_out_has_no_part_in_the_exit_code(run, tmp_path):
     bad = bytearray(CODEC.encode(ff.Heartbeat(1, 1)))
     bad[10] ^= 1
