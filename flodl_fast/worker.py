@@ -215,6 +215,8 @@ class Worker:
         self._plan: Plan | None = None
         self._tally = _Tally()
         self._warned = False  # of a plan of which nothing was trained
+        self._left = math.nan  # the parameters' norm as the last average left them
+        self._rest_told = False  # that steps do not change them
         self._scalars: dict[str, tuple[float, int]] = {}
         self._clock = 0.0  # when the batch at hand began
         self._since_average = 0
@@ -574,6 +576,13 @@ class Worker:
         self._model.pull()
         self._send(wire.SnapshotReady(self.rank))
         divergence, after, before = self._model.average(self._data, steps)
+        if steps and before == self._left and not self._rest_told:
+            self._rest_told = True
+            _logger.warning(
+                "rank %d: %d steps have left the parameters as the average before made them: "
+                "are the Worker's own arrays trained, in place?", self.rank, steps,
+            )
+        self._left = after
         self._since_average -= steps
         self._send(wire.SyncAck(self.rank, 0, divergence, after, before))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -594,6 +595,27 @@ def test_the_average_is_the_crates(coordinator, params):
     assert ack.pre_norm == pytest.approx(np.linalg.norm(flat[0]), rel=1e-6)
     assert ack.post_norm == pytest.approx(np.linalg.norm(flat[1]), rel=1e-6)
     assert ack.divergence == pytest.approx(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]), rel=1e-6)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_parameters_that_no_step_changes_are_spoken_of_once(coordinator, params, caplog, in_place):
+    """As where a loop rebinds its own names, `w = w - ...`, and the arrays that are averaged stay as they were."""
+    with coordinator.serving(params, world=2) as worker:
+        theirs = [np.ones((2, 2), f32), np.ones(3, f32)]
+        coordinator.plan(0, 0, 6)
+        batches = next(worker.plans()).batches(1)
+        for steps in (2, 0, 3, 1):
+            for _ in itertools.islice(batches, steps):
+                worker.step(0.5)
+                coordinator.receive()
+            if in_place:
+                params[0] += f32(0.5)
+            ask_for_an_average(coordinator, worker, [[control_frame(0, 1)], [model_frame(theirs, 1.0)]])
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ([] if in_place else [
+        "rank 0: 3 steps have left the parameters as the average before made them: "
+        "are the Worker's own arrays trained, in place?"
+    ])
 
 
 @pytest.mark.parametrize(("gamma", "mass"), [(1.0, 4.0), (0.5, 2.0), (0.0, 1.0), (-1.0, 0.25)])
