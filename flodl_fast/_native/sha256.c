@@ -7,7 +7,7 @@
 #define LAST_ROOM (BLOCK - 9)
 
 /* Messages from which on lanes, all of which take their time, are faster than pairs. */
-#define WORTH_LANES 13
+#define WORTH_LANES 15
 
 /* The outer message: an inner digest after the key block. */
 #define OUTER_BITS ((BLOCK + 32) * 8)
@@ -460,42 +460,48 @@ TARGET static void hardware_compress_copy(uint32_t state[8], uint8_t *to, const 
     store_state(&x, state);
 }
 
-/* Load the state and the rest of a message, all but the bit length in place for its last block. The
- * block is put together from whole quads, because a load over several smaller stores stalls. */
+/* Load the state and the rest of a message, all but the bit length in place for its last block. From 16
+ * bytes on each quad is loaded from the message, what is past its end from its last 16 bytes and shifted
+ * out: rounds would have to wait for a block that is put together in memory. */
 INLINE void load_ending(lane *x, const ending *end)
 {
-    static const uint8_t FRONT[32] = {
-        0,    1,    2,    3,    4,    5,    6,    7,    8,    9,    10,   11,   12,   13,   14,   15,
-        0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80,
-    };
-    static const uint8_t MARK[32] = {[16] = 0x80};
-    const size_t whole = end->rest / 16, shift = 16 - end->rest % 16;
-    quad block[4] = {words(0, 0, 0, 0), words(0, 0, 0, 0), words(0, 0, 0, 0), words(0, 0, 0, 0)};
-    quad last;
+#define NONE 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80
+    static const uint8_t SHIFT[BLOCK] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, NONE, NONE, NONE};
+#undef NONE
+    static const uint8_t MARK[2 * BLOCK] = {[BLOCK] = 0x80};
+    const quad zero = words(0, 0, 0, 0);
+    const size_t rest = end->rest;
+    const uint8_t *const data = end->data, *const mark = MARK + BLOCK - rest;
+    quad block[4] = {zero, zero, zero, zero};
 
-    if (whole) {
-        for (size_t i = 0; i < whole; i++)
-            block[i] = load(end->data + 16 * i);
-        last = pick(load(end->data + end->rest - 16), load(FRONT + shift));
+    if (rest >= 16) {
+        const size_t at3 = rest - 16, at2 = at3 < 32 ? at3 : 32, at1 = at3 < 16 ? at3 : 16;
+        block[0] = load(data);
+        block[1] = pick(load(data + at1), load(SHIFT + 16 - at1));
+        block[2] = pick(load(data + at2), load(SHIFT + 32 - at2));
+        block[3] = pick(load(data + at3), load(SHIFT + 48 - at3));
     } else {
         uint64_t low = 0, high = 0;
-        if (end->rest >= 8) {
-            memcpy(&low, end->data, 8);
-            memcpy(&high, end->data + end->rest - 8, 8);
-            high = high >> 8 * (15 - end->rest) >> 8;
+        if (rest >= 8) {
+            memcpy(&low, data, 8);
+            memcpy(&high, data + rest - 8, 8);
+            high = high >> 8 * (15 - rest) >> 8;
         } else {
-            for (size_t i = 0; i < end->rest; i++)
-                low |= (uint64_t)end->data[i] << 8 * i;
+            for (size_t i = 0; i < rest; i++)
+                low |= (uint64_t)data[i] << 8 * i;
         }
-        last = words((uint32_t)low, (uint32_t)(low >> 32), (uint32_t)high, (uint32_t)(high >> 32));
+        block[0] = words((uint32_t)low, (uint32_t)(low >> 32), (uint32_t)high, (uint32_t)(high >> 32));
     }
-    block[whole] = either(last, load(MARK + shift));
+    /* Not a loop, in which gcc keeps the words in memory. */
+    x->w[0] = swap_words(either(block[0], load(mark)));
+    x->w[1] = swap_words(either(block[1], load(mark + 16)));
+    x->w[2] = swap_words(either(block[2], load(mark + 32)));
+    x->w[3] = swap_words(either(block[3], load(mark + 48)));
 
     load_state(x, end->state);
-    load_block(x, (const uint8_t *)block);
-    if (end->rest > LAST_ROOM) {
+    if (rest > LAST_ROOM) {
         one_block(x, NULL);
-        x->w[0] = x->w[1] = x->w[2] = x->w[3] = words(0, 0, 0, 0);
+        x->w[0] = x->w[1] = x->w[2] = x->w[3] = zero;
     }
     x->w[3] = either(x->w[3], words(0, 0, (uint32_t)(end->total >> 29), (uint32_t)(end->total << 3)));
 }
