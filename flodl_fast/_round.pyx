@@ -157,7 +157,7 @@ DEF QUIET = 16384           # bytes from which on the GIL is released
 DEF BLOCK = 32768           # bytes copied before they are hashed: they are still in the cache
 DEF MOST = 1 << 62          # bytes that no frame reaches
 DEF APART = 65536           # bytes from which on a tensor is hashed, or sent, by itself
-DEF STEP = 256              # bytes that are converted before they are hashed, while the next ones are fetched
+DEF STEP = 512              # bytes converted before they are hashed: the next are, while the hash waits for itself
 DEF FEW = 256               # bytes up to which a tensor is copied without a call
 DEF AHEAD = 8               # how many arrays ahead their memory is fetched
 DEF RECORD = 17             # a mux record's header up to its MAC
@@ -1072,13 +1072,6 @@ cdef int fill(const Tensor* t, const Piece* piece, array, uint8_t* to, bint scal
     return 0
 
 
-cdef inline void fetch_range(const void* start, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t at = 0
-    while at < n:
-        fetch(<const char*>start + at)
-        at += 64
-
-
 cdef inline void sign(FrameCodec codec, ff_mac_stream* stream, ff_mac_stream* outer, const uint8_t* data,
                       Py_ssize_t n) noexcept nogil:
     if outer is NULL:
@@ -1093,7 +1086,7 @@ cdef int compose(FrameCodec codec, TensorLayout layout, tuple arrays, Piece* pie
     cdef const Tensor* t
     cdef ff_mac_stream stream, record
     cdef ff_mac_stream* outer = NULL
-    cdef Py_ssize_t i, n, done, ratio, signed_ = 0
+    cdef Py_ssize_t i, n, done, step, signed_ = 0
     codec.mac_begin(&stream)
     if whole is not NULL:
         outer = &record
@@ -1119,24 +1112,16 @@ cdef int compose(FrameCodec codec, TensorLayout layout, tuple arrays, Piece* pie
             signed_ = t.data + t.nbytes
             continue
         done = 0
-        # The hash is a chain of instructions that wait for each other: what is fetched meanwhile costs nothing.
-        while (pieces[i].converts or scaled) and pieces[i].data is not NULL and t.nbytes - done > 16 * STEP:
-            ratio = 2 if pieces[i].converts else 1
-            put(t, &pieces[i], frame + t.data + done, done, STEP, scaled, factor)
-            done += STEP
-            fetch_range(pieces[i].data + ratio * (done + 8 * STEP), ratio * STEP)
-            fetch_range(frame + t.data + done + 8 * STEP, STEP)
-            n = t.data + done & ~<Py_ssize_t>63     # whole blocks of the hash
-            sign(codec, &stream, outer, frame + signed_, n - signed_)
-            signed_ = n
+        step = STEP if scaled or pieces[i].converts else BLOCK
         while done < t.nbytes:
-            n = min(t.nbytes - done, <Py_ssize_t>BLOCK)
+            n = min(t.nbytes - done, step)
             if pieces[i].data is not NULL:
                 put(t, &pieces[i], frame + t.data + done, done, n, scaled, factor)
             done += n
-            if t.data + done - signed_ >= BLOCK:
-                sign(codec, &stream, outer, frame + signed_, t.data + done - signed_)
-                signed_ = t.data + done
+            if t.data + done - signed_ >= step:
+                n = t.data + done & ~<Py_ssize_t>63     # whole blocks of the hash
+                sign(codec, &stream, outer, frame + signed_, n - signed_)
+                signed_ = n
     sign(codec, &stream, outer, frame + signed_, layout.size - TAG - signed_)
     codec.mac_end(&stream, frame + layout.size - TAG)
     if outer is not NULL:

@@ -445,17 +445,23 @@ TARGET static void hardware_compress_pair(uint32_t a[8], const uint8_t *a_data, 
     store_state(&y, b);
 }
 
+/* Eight blocks are copied at a time: one by one, reads and writes take turns at the memory, which where they
+ * meet in its banks costs a tenth of all the time. What is hashed is the copy, whatever becomes of the data. */
 TARGET static void hardware_compress_copy(uint32_t state[8], uint8_t *to, const uint8_t *data, size_t blocks)
 {
     lane x;
     load_state(&x, state);
-    for (; blocks; blocks--, to += BLOCK, data += BLOCK) {
-        for (int i = 0; i < 4; i++) {
-            const quad words = load(data + 16 * i);
-            store(to + 16 * i, words);
-            x.w[i] = swap_words(words);
+    while (blocks) {
+        const size_t n = (blocks < 8 ? blocks : 8) * BLOCK;
+        for (size_t i = 0; i < n; i += 16)
+            store(to + i, load(data + i));
+        for (size_t i = 0; i < n; i += BLOCK) {
+            load_block(&x, to + i);
+            one_block(&x, NULL);
         }
-        one_block(&x, NULL);
+        to += n;
+        data += n;
+        blocks -= n / BLOCK;
     }
     store_state(&x, state);
 }
