@@ -13,7 +13,7 @@ MADE := $(VENV)/.made-$(subst /,-,$(PYTHON))
 BUILT := $(VENV)/.built-$(KIND)
 SOURCES := setup.py pyproject.toml $(wildcard flodl_fast/*.pyx flodl_fast/*.pxd flodl_fast/_native/*)
 DEBUG_PYTHON ?= python3-dbg
-PYTHONS ?=
+ENDS ?=
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?=
 FUZZ_FRAMES ?= 200000
@@ -54,7 +54,7 @@ test-kernels: $(VENV)/.with-test ## the suite with the portable kernels
 	FLODL_FAST_SHA256=portable FLODL_FAST_FOLD=portable $(BIN)/python -m pytest
 
 test-pythons: $(VENV)/.with-dev ## one wheel for each CPython 3.10 to 3.14 found here, tried with NumPy 1.26 and the newest
-	$(BIN)/python scripts/test_pythons.py $(PYTHONS)
+	$(BIN)/python scripts/test_pythons.py $(if $(ENDS),--ends)
 
 test-frameworks: export VENV_FLAGS = --system-site-packages
 test-frameworks: ## the suites and examples with PyTorch and JAX; PYTHON=/usr/bin/python3 takes the system's PyTorch

@@ -144,15 +144,16 @@ class _Findings:
             print(f"none of {plural(self._read, 'frame')} is what --kind and --rank ask for", file=sys.stderr)
 
     def _chosen(self) -> Iterator[tuple[int, Entry]]:
-        """The entries that were asked for, each with its number in the file."""
-        yield from islice(filter(self._is_chosen, enumerate(self._entries)), self._args.limit)
+        """The entries to show, each with its number in the file."""
+        yield from islice(self._asked_for(), self._args.limit)
         self._limited = self._summary.frames == self._args.limit
 
-    def _is_chosen(self, numbered: tuple[int, Entry]) -> bool:
-        index, entry = numbered
-        self._read = index + 1
+    def _asked_for(self) -> Iterator[tuple[int, Entry]]:
         kinds, ranks = self._args.kind, self._args.rank
-        return (not kinds or not _names(entry).isdisjoint(kinds)) and (not ranks or rank_of(entry) in ranks)
+        for index, entry in enumerate(self._entries):
+            self._read = index + 1
+            if (not kinds or not _names(entry).isdisjoint(kinds)) and (not ranks or rank_of(entry) in ranks):
+                yield index, entry
 
     def _plot(self) -> int:
         from .plots import plot_run
