@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,6 +17,10 @@ from peer import Peer, build, find_cargo
 REVISIONS = ("0.6", "0.7", "0.8")
 GOLDEN = Path(__file__).parent / "golden"
 SALT = bytes(range(16))
+
+
+# Ignored in a suite that a shell has started in the background, and so in every process that its tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @cache
